@@ -1,0 +1,1 @@
+"""Architectures, one module each. Nothing here knows of tasks, files on disk, or the command line."""
