@@ -12,7 +12,7 @@ key is read once per group; base 2 because `exp2` is several times faster than `
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ LOG2_E = math.log2(math.e)
 MASKED = -1e38  # a finite "minus infinity": differences of two of them stay finite
 TILE_KEYS = 1024
 TILE_ROWS = 512  # per thread; with 1,024 keys one fp32 tile is 2 MB
+MAX_TILE_KEYS = 8192  # fewer rows, as in decoding, take more keys at once
+MIN_WINDOW_STEP = 64
 
 KVRun = tuple[Tensor, Tensor]
 """Keys ``[S, G, K]`` and values ``[S, G, V]`` of consecutive tokens, usually views of pages."""
@@ -62,60 +64,84 @@ def run_statistics(
     group = num_heads // num_kv_heads
     value_width = runs[0][1].shape[-1]
     dtype = q.dtype
-    step = max(1, TILE_ROWS * (torch.get_num_threads() if q.device.type == "cpu" else 8) // group)
+    step = min(num_queries, _query_step(group, window, q.device))
+    tile_keys = min(MAX_TILE_KEYS, max(TILE_KEYS, TILE_ROWS * TILE_KEYS // (step * group)))
 
     peak = q.new_empty(num_heads, num_queries)
     total = torch.empty_like(peak)
     squares = torch.zeros_like(peak)
     summed = q.new_empty(num_heads, num_queries, value_width)
-    scratch = q.new_empty(min(step, num_queries) * group * TILE_KEYS)
+    scratch = q.new_empty(0)
 
     for g in range(num_kv_heads):
         heads = slice(g * group, (g + 1) * group)
         for start in range(0, num_queries, step):
             stop = min(start + step, num_queries)
             rows = (stop - start) * group
-            stacked = q[heads, start:stop].transpose(0, 1).reshape(rows, -1)
-            position = torch.arange(first_query + start, first_query + stop, device=q.device)
-            position = position.repeat_interleave(group)[:, None]
+            first, last = first_query + start, first_query + stop - 1
+            stacked = q[heads, start:stop].reshape(rows, -1)
             m = q.new_full((rows, 1), MASKED)
             big_l, big_q = q.new_zeros(rows, 1), q.new_zeros(rows, 1)
             big_s = q.new_zeros(rows, value_width)
-            first_seen = 0 if window is None else first_query + start - window + 1
+            first_seen = 0 if window is None else first - window + 1
             run_start = first_key
             for keys, values in runs:
                 run_stop = run_start + keys.shape[0]
-                lo, hi = max(run_start, first_seen), min(run_stop, first_query + stop)
-                for j in range(lo, hi, TILE_KEYS):
-                    j_stop = min(j + TILE_KEYS, hi)
+                for j, j_stop in _pieces(max(run_start, first_seen), min(run_stop, last + 1), tile_keys):
                     width = j_stop - j
                     k_tile = keys[j - run_start : j_stop - run_start, g].to(dtype)
                     v_tile = values[j - run_start : j_stop - run_start, g].to(dtype)
+                    if scratch.numel() < rows * width:
+                        scratch = q.new_empty(rows * width)
                     a = torch.mm(stacked, k_tile.t(), out=scratch[: rows * width].view(rows, width))
-                    hidden = None
-                    if j_stop - 1 > first_query + start:
-                        hidden = torch.arange(j, j_stop, device=q.device)[None, :] > position
-                    if window is not None and j < first_query + stop - window:
-                        outside = torch.arange(j, j_stop, device=q.device)[None, :] <= position - window
-                        hidden = outside if hidden is None else hidden | outside
-                    if hidden is not None:
-                        a.masked_fill_(hidden, MASKED)
+                    _hide(a.view(group, stop - start, width), j, first, window)
                     m_new = torch.maximum(m, a.amax(1, keepdim=True))
                     scale = torch.exp2(m - m_new)
                     m = m_new
                     torch.exp2(a.sub_(m), out=a)
-                    if hidden is not None and window is not None:
-                        # a row with no visible key yet has M = MASKED, so its masked scores became 2^0
-                        a.masked_fill_(hidden, 0.0)
                     big_l.mul_(scale).add_(a.sum(1, keepdim=True))
                     big_s.mul_(scale).addmm_(a, v_tile)
                     if with_squares:
                         norm = torch.linalg.vector_norm(a, dim=1, keepdim=True)
                         big_q.mul_(scale * scale).addcmul_(norm, norm)
                 run_start = run_stop
-            shape = (stop - start, group)
-            peak[heads, start:stop] = m.view(shape).t()
-            total[heads, start:stop] = big_l.view(shape).t()
-            squares[heads, start:stop] = big_q.view(shape).t()
-            summed[heads, start:stop] = big_s.view(*shape, value_width).transpose(0, 1)
+            shape = (group, stop - start)
+            peak[heads, start:stop] = m.view(shape)
+            total[heads, start:stop] = big_l.view(shape)
+            squares[heads, start:stop] = big_q.view(shape)
+            summed[heads, start:stop] = big_s.view(*shape, value_width)
     return Statistics(peak, total, squares, summed)
+
+
+def _query_step(group: int, window: int | None, device: torch.device) -> int:
+    """Queries of one tile. A block of ``step`` queries meets ``window + step`` keys, so a window wants few."""
+    step = TILE_ROWS * (torch.get_num_threads() if device.type == "cpu" else 8) // group
+    if window is not None:
+        step = min(step, max(MIN_WINDOW_STEP, window // 8))
+    return max(1, step)
+
+
+def _pieces(lo: int, hi: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut a range in equal pieces of about ``size`` (0.5 to 1.5 times), so that no sliver is left over."""
+    if hi > lo:
+        width = -(-(hi - lo) // max(1, round((hi - lo) / size)))
+        for j in range(lo, hi, width):
+            yield j, min(j + width, hi)
+
+
+def _hide(a: Tensor, first_key: int, first_query: int, window: int | None) -> None:
+    """Set what a query must not see to minus infinity, in scores ``[group, queries, keys]``.
+
+    Only the two triangles at the edges of the visible band are touched. Zeroing before adding minus infinity
+    keeps a NaN of a hidden key from its neighbours, and is several times faster than a masked fill.
+    """
+    num_queries, num_keys = a.shape[1:]
+    late = max(first_query + 1 - first_key, 0)  # first column that the first query must not see
+    if late < num_keys:
+        edge, diagonal = a[..., late:], first_query - first_key - late
+        edge.tril_(diagonal).add_(a.new_full(edge.shape[1:], -torch.inf).triu_(diagonal + 1))
+    if window is not None:
+        early = first_query + num_queries - window - first_key  # columns that the last query no longer sees
+        if early > 0:
+            edge, diagonal = a[..., :early], first_query - window + 1 - first_key
+            edge.triu_(diagonal).add_(a.new_full(edge.shape[1:], -torch.inf).tril_(diagonal - 1))

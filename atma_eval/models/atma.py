@@ -62,11 +62,15 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int):
         super().__init__()
-        turning = head_dim // 4
-        exponent = torch.arange(turning, dtype=torch.float32) / max(1, turning - 1)
-        still = torch.zeros(head_dim // 2 - turning)
-        self.register_buffer("angular_freq", torch.cat([float(ROPE_SLOWEST) ** -exponent, still]))
         self.angular_freq: Tensor
+        self.register_buffer("angular_freq", torch.empty(head_dim // 2))
+        self.reset_frequencies()
+
+    def reset_frequencies(self) -> None:
+        """The fixed frequencies: 1 down to 1/1024 on the first half of the pairs, 0 on the rest."""
+        turning = self.angular_freq.shape[0] // 2
+        exponent = torch.arange(turning, dtype=torch.float32) / max(1, turning - 1)
+        self.angular_freq.zero_()[:turning] = float(ROPE_SLOWEST) ** -exponent
 
     def forward(self, x: Tensor, offset: int) -> Tensor:
         """``x`` is ``[B, T, heads, d]``; the first token stands at position ``offset``."""
@@ -331,6 +335,9 @@ class Atma(nn.Module):
     def init_weights(self, seed: int) -> Atma:
         """Random weights on the CPU: every branch alive, output projections small (never zero; trap 1)."""
         generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, Rotary):
+                module.reset_frequencies()
         depth = 1 / math.sqrt(2 * self.config.num_hidden_layers)
         constants = {"null_base": 2.0, "null_slope_raw": 0.5, "len_gain_raw": -1.0, "mag_beta_raw": -1.5, "v_null": 0.0}
         for name, parameter in self.named_parameters():

@@ -1,0 +1,179 @@
+"""Speed of the operations, as ratios that hold on any machine: `python -m atma_eval.bench cpu`.
+
+What is compared runs in turns (A, B, A, B, ...) and the best of three counts, so that a busy neighbour
+hits both sides alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from atma_eval.kernels.delta import gated_delta
+from atma_eval.kernels.polar import PolarParameters, polar_attention
+from atma_eval.kernels.softmax import softmax_attention
+from atma_eval.state import KVState, PagePool
+
+ROUNDS = 3
+LENGTH = 16_384
+LONG = 65_536
+CHUNK = 2_048  # tokens a session hands over at a time
+WINDOW = 1_024
+
+POLAR_AT_MOST = 1.6  # times softmax
+WINDOW_AT_LEAST = 4.0  # times faster than full attention
+DELTA_AT_MOST = 4.6  # times the work for four times the tokens
+
+app = typer.Typer(add_completion=False, help="Measure the operations of the models.")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One line of the report: ``seconds[0] / seconds[1]`` of the best runs against its target."""
+
+    what: str
+    shape: str
+    fed: str
+    seconds: tuple[float, float]
+    target: float
+    at_least: bool = False
+
+    @property
+    def value(self) -> float:
+        return self.seconds[0] / self.seconds[1]
+
+    @property
+    def ok(self) -> bool:
+        return self.value >= self.target if self.at_least else self.value <= self.target
+
+
+def best_in_turns(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Best time of each, in seconds, measured in turns."""
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def attention_ratios(num_heads: int, num_kv_heads: int, width: int, chunk: int) -> Iterator[Ratio]:
+    """Polar against softmax, and each against itself with a window, over `LENGTH` tokens fed ``chunk`` at a time."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, num_heads, LENGTH, width, generator=generator)
+    k, v = torch.randn(2, 1, LENGTH, num_kv_heads, width, generator=generator)
+    scalars = (torch.full((num_heads,), value) for value in (2.0, 0.5, -1.0, -1.5))
+    parameters = PolarParameters(torch.zeros(num_heads, width), *scalars)
+
+    def polar(*inputs: Tensor, **placed: Any) -> None:
+        polar_attention(*inputs, parameters, **placed)
+
+    def softmax(*inputs: Tensor, **placed: Any) -> None:
+        softmax_attention(*inputs, scale=width**-0.5, **placed)
+
+    def walk(attend: Callable[..., None], window: int | None) -> None:
+        pool = PagePool((num_kv_heads, width, width), q.dtype, q.device, num_pages=LENGTH // 256)
+        kv = KVState(pool, 1, window)
+        for start in range(0, LENGTH, chunk):
+            new = slice(start, start + chunk)
+            past = kv.runs() if start else ()
+            attend(q[:, :, new], k[:, new], v[:, new], past=past, offset=start, window=window)
+            kv.append(k[:, new], v[:, new])
+
+    best = best_in_turns(
+        {
+            "softmax": lambda: walk(softmax, None),
+            "polar": lambda: walk(polar, None),
+            "softmax, window": lambda: walk(softmax, WINDOW),
+            "polar, window": lambda: walk(polar, WINDOW),
+        }
+    )
+    shape = f"{num_heads}/{num_kv_heads} heads of {width}"
+    fed = "whole" if chunk == LENGTH else f"by {chunk:,}"
+    yield Ratio("polar / softmax", shape, fed, (best["polar"], best["softmax"]), POLAR_AT_MOST)
+    for core in ("softmax", "polar"):
+        seconds = (best[core], best[f"{core}, window"])
+        yield Ratio(f"{core}, full / window {WINDOW:,}", shape, fed, seconds, WINDOW_AT_LEAST, at_least=True)
+
+
+def delta_ratio(num_heads: int, width: int) -> Ratio:
+    """The memory over `LONG` tokens against `LENGTH`: linear cost means a ratio of four."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, LONG, num_heads, width, generator=generator)
+    gamma, beta = torch.randn(2, 1, LONG, num_heads, generator=generator)
+
+    def scan(num_tokens: int) -> None:
+        gated_delta(*(x[:, :num_tokens] for x in (q, k, v, gamma + 3.9, beta)))
+
+    best = best_in_turns({"long": lambda: scan(LONG), "short": lambda: scan(LENGTH)})
+    name = f"memory, {LONG:,} / {LENGTH:,} tokens"
+    return Ratio(name, f"{num_heads} heads of {width}", "whole", (best["long"], best["short"]), DELTA_AT_MOST)
+
+
+def cpu_ratios() -> Iterator[Ratio]:
+    """Every line of ``bench cpu``, as it is measured."""
+    for num_heads, num_kv_heads, width in ((4, 1, 16), (8, 2, 128)):
+        for chunk in (LENGTH, CHUNK):
+            yield from attention_ratios(num_heads, num_kv_heads, width, chunk)
+        yield delta_ratio(num_heads, width)
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def report(ratios: list[Ratio], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in ("measured", "shape", "fed"):
+        table.add_column(heading)
+    for heading in ("seconds", "ratio", "target"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for r in ratios:
+        seconds = f"{r.seconds[0]:.2f} / {r.seconds[1]:.2f}"
+        target = f"{'≥' if r.at_least else '≤'} {r.target}"
+        verdict = "ok" if r.ok else "[red]too slow[/red]"
+        table.add_row(r.what, r.shape, r.fed, seconds, f"{r.value:.2f}", target, verdict)
+    return table
+
+
+@app.callback()
+def main() -> None:
+    """Measure the operations of the models."""
+
+
+@app.command()
+def cpu(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the measurements to this file too.")] = None,
+) -> None:
+    """Ratios on one CPU thread at 16K tokens, about two minutes; exit code 1 if a target is missed."""
+    torch.set_num_threads(1)
+    machine = {"torch": torch.__version__, "cpu": cpu_name(), "threads": torch.get_num_threads()}
+    with torch.inference_mode():
+        ratios = list(track(cpu_ratios(), "measuring", total=14, console=Console(stderr=True), transient=True))
+    title = f"torch {machine['torch']}, {machine['cpu']}, {machine['threads']} thread, best of {ROUNDS} in turns"
+    Console().print(report(ratios, title))
+    if json_file is not None:
+        lines = [{**dataclasses.asdict(r), "ratio": r.value, "ok": r.ok} for r in ratios]
+        json_file.write_text(json.dumps({**machine, "rounds": ROUNDS, "lines": lines}, indent=2) + "\n")
+    raise typer.Exit(0 if all(r.ok for r in ratios) else 1)
+
+
+if __name__ == "__main__":
+    app()

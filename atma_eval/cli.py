@@ -1,0 +1,327 @@
+"""The command line: parse, call one function, render. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from atma_eval import __version__
+from atma_eval.errors import UserError
+
+EXIT_OK, EXIT_FAILED_CELLS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+DEMO_MODEL, DEMO_TRIALS, DEMO_DOCS = "atma-demo", 8, 4
+
+app = typer.Typer(
+    name="atma-eval",
+    help="Measure how long-context language models behave as the context grows.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"atma-eval {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+MODEL_HELP = "Bundled name, checkpoint folder, or random:CONFIG.json. Repeats. Default: the bundled demonstration model."
+Model = Annotated[list[str] | None, typer.Option("--model", "-m", help=MODEL_HELP, metavar="NAME")]
+Lengths = Annotated[str | None, typer.Option(help="2k..64k (doubling), 2k,3000,1m; k = 1,024.", metavar="LIST")]
+Text = Annotated[str, typer.Option(help="stdlib, a file, a folder, or a .jsonl with a text field.", metavar="SOURCE")]
+PresetName = Annotated[str | None, typer.Option("--preset", "--task", help="See `atma-eval list`, or a path.", metavar="NAME")]
+Seed = Annotated[int | None, typer.Option(help="Decides needles and documents. Default: 1234.")]
+Window = Annotated[str | None, typer.Option(help="train (as the checkpoint was trained), full, or a number of keys.", metavar="W")]
+Dtype = Annotated[str, typer.Option(help="auto (fp32 on a CPU, bf16 on a GPU), fp32, bf16, fp16.", metavar="TYPE")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.", metavar="NAME")]
+TokenizerName = Annotated[str | None, typer.Option("--tokenizer", help="byte, gpt2, or a path. Default: the model's.", metavar="NAME")]
+Out = Annotated[Path | None, typer.Option("-o", "--out", help="Folder of the run. Default: one under results/, by request.", metavar="DIR")]
+Repeat = Annotated[bool, typer.Option("--repeat", help="Repeat documents that are too short; their rows say so.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show cells, exact lengths and cost, and stop.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Trials = Annotated[int | None, typer.Option(help="Needles per length. Default: 32.", metavar="N")]
+Docs = Annotated[int | None, typer.Option(help="Documents to share the trials among. Default: all that are long enough.", metavar="N")]
+PplDocs = Annotated[int | None, typer.Option("--docs", help="Documents to score. Default: 12.", metavar="N")]
+
+
+@app.command()
+def niah(
+    model: Model = None,
+    lengths: Lengths = None,
+    trials: Trials = None,
+    docs: Docs = None,
+    text: Text = "stdlib",
+    preset: PresetName = None,
+    seed: Seed = None,
+    window: Window = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    tokenizer: TokenizerName = None,
+    out: Out = None,
+    repeat: Repeat = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Induction needle in a haystack: is a record at the start still recalled after a gap of text?
+
+    Lengths name the gap. Every trial is scored with its controls: the needle absent, and another value of the
+    same form. Repeating a command continues an interrupted run.
+    """
+    if not model:
+        trials, docs = trials or DEMO_TRIALS, docs or DEMO_DOCS
+    changes = {"lengths": lengths, "trials": trials, "docs": docs, "seed": seed, "repeat": repeat or None}
+    _evaluate("niah", preset or "induction", changes, **_options(locals()))
+
+
+@app.command()
+def ppl(
+    model: Model = None,
+    lengths: Lengths = None,
+    docs: PplDocs = None,
+    text: Text = "stdlib",
+    preset: PresetName = None,
+    seed: Seed = None,
+    window: Window = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    tokenizer: TokenizerName = None,
+    out: Out = None,
+    repeat: Repeat = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Perplexity by length: nested prefixes of whole documents, each token scored once, and loss by position."""
+    if not model:
+        docs = docs or DEMO_DOCS
+    changes = {"lengths": lengths, "docs": docs, "seed": seed, "repeat": repeat or None}
+    _evaluate("ppl", preset or "perplexity", changes, **_options(locals()))
+
+
+@app.command()
+def run(
+    suite: Annotated[str, typer.Argument(help="A bundled suite (see `atma-eval list`) or a .yaml file.")],
+    out: Out = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Many models times many tasks, as a suite says, into one folder."""
+    from atma_eval.spec import load_suite
+
+    _execute(load_suite(suite, out), dry_run, as_json, quiet)
+
+
+@app.command()
+def score(
+    model: Annotated[str, typer.Option("--model", "-m", help="Bundled name, checkpoint folder, or random:CONFIG.json.", metavar="NAME")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Result: tokens [T], nll [T-1], argmax [T-1].", metavar="FILE.npz")],
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 text file; the model's start token is put before it.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="A .npy of token ids, scored as they are.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens per step; changes speed and rounding only.", metavar="N")] = None,
+    window: Window = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    tokenizer: TokenizerName = None,
+) -> None:
+    """Loss and argmax of every token of one sequence; entry i scores token i + 1."""
+    from atma_eval.scoring import score_file
+    from atma_eval.spec import ModelSpec, parse_dtype, parse_window
+
+    spec = ModelSpec(name=model, tokenizer=tokenizer, dtype=parse_dtype(dtype), device=device)
+    line = score_file(spec, out, text=text, tokens=tokens, chunk=chunk, window=parse_window(window or "train"))
+    Console(stderr=True, soft_wrap=True).print(line, highlight=False)
+
+
+@app.command(name="list")
+def list_all(as_json: AsJson = False) -> None:
+    """Bundled models, task presets and suites."""
+    from atma_eval.bundled import bundled_models, bundled_presets, bundled_suites
+    from atma_eval.spec import load_preset, read_yaml
+
+    models = []
+    for name, path in bundled_models().items():
+        config = json.loads((path / "config.json").read_text())
+        core = "memory only" if config["attn_type"] == "none" else config["attn_type"]
+        kind = core + (" + memory" if config["mem_enabled"] and core != "memory only" else "")
+        kind += f", window {config['attn_window']}" if config["attn_window"] else ""
+        size = sum(p.stat().st_size for p in path.glob("weights.*"))
+        models.append({"name": name, "architecture": kind, "training_length": config.get("training_length"), "num_bytes": size})
+    presets = [
+        {"name": preset.name, "command": "ppl" if preset.family == "perplexity" else "niah", "description": preset.description}
+        for preset in map(load_preset, bundled_presets())
+    ]
+    suites = [{"name": name, "description": str(read_yaml(path).get("description", ""))} for name, path in bundled_suites().items()]
+    if as_json:
+        typer.echo(json.dumps({"models": models, "presets": presets, "suites": suites}, indent=1))
+        return
+    console = _stdout()
+    for title, entries in (("models", models), ("presets", presets), ("suites", suites)):
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        for column in entries[0] if entries else ["name"]:
+            table.add_column(column.replace("_", " "), justify="right" if column in ("num_bytes", "training_length") else "left")
+        for entry in entries:
+            table.add_row(*(f"{v:,}" if isinstance(v, int) else str(v) if v is not None else "unknown" for v in entry.values()))
+        console.print(table)
+
+
+# -- shared pieces ----------------------------------------------------------------------------------------
+
+_OPTIONS = "model text window dtype device tokenizer out dry_run as_json quiet".split()
+
+
+def _options(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in _OPTIONS}
+
+
+def _stdout() -> Console:
+    """100 columns where output is not a terminal, so that a saved table is never cramped to 80."""
+    console = Console()
+    return console if console.is_terminal else Console(width=100)
+
+
+def _evaluate(
+    command: str,
+    preset_name: str,
+    changes: dict[str, Any],
+    *,
+    model: list[str] | None,
+    text: str,
+    window: str | None,
+    dtype: str,
+    device: str,
+    tokenizer: str | None,
+    out: Path | None,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    from atma_eval import spec
+
+    preset = spec.load_preset(preset_name, spec.COMMAND_FAMILIES[command])
+    if changes["lengths"] is not None:
+        changes["lengths"] = spec.parse_lengths(changes["lengths"])
+    for name in ("trials", "docs"):
+        if changes.get(name) is not None and changes[name] < 1:
+            raise UserError(f"--{name} is {changes[name]}", "allowed: at least 1")
+    task = spec.build_task(preset, **changes)
+    task_spec = spec.TaskSpec(task=task, text=text, window=spec.parse_window(window if window is not None else preset.window))
+    names = model or [DEMO_MODEL]
+    models = tuple(
+        spec.ModelSpec(name=name, tokenizer=tokenizer, dtype=spec.parse_dtype(dtype), device=device) for name in names
+    )
+    if not model and not quiet:
+        what = f"{changes['trials']} trials over {changes['docs']} documents" if command == "niah" else f"{changes['docs']} documents"
+        _note(f"no --model given: evaluating the bundled {DEMO_MODEL} with {what}")
+    if out is None:
+        # Another protocol, text or window gets another folder, so that a default run never meets unlike rows.
+        identity = json.dumps([task.protocol(), text, task_spec.window, dtype, device, getattr(task, "docs", None)], sort_keys=True)
+        out = Path("results") / f"{command}-{preset.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+    _execute(spec.RunSpec(models=models, tasks=(task_spec,), out=out), dry_run, as_json, quiet)
+
+
+def _note(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(text, style="dim", highlight=False)
+
+
+def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
+    from atma_eval import runner
+    from atma_eval.progress import RunProgress
+    from atma_eval.records import RunDirectory
+    from atma_eval.report import summary, tables
+
+    if dry_run:
+        _show_plan(runner.prepare(spec), as_json)
+        return
+    with RunDirectory(spec.out) as directory:  # first of all: a folder that cannot be written costs no work
+        cells = runner.prepare(spec)
+        chance = {t.task.name: t.task.chance for t in spec.tasks if hasattr(t.task, "chance")}
+        console = _stdout()
+        total = sum(cell.account.computed_tokens for cell in cells)
+        progress = RunProgress(total, chance, live=console.is_terminal and not (as_json or quiet), quiet=quiet)
+        events = runner.Events(on_message=progress.message, on_row=progress.row, on_tokens=progress.tokens)
+        try:
+            with progress:
+                result = runner.run(spec, cells, events, directory)
+        except KeyboardInterrupt:
+            _note(f"interrupted; {len(directory.rows)} rows are in {spec.out}. The same command continues.")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+    cells_summary = summary(result.rows, result.curves)
+    if as_json:
+        typer.echo(json.dumps({"out": str(spec.out), "num_rows": len(result.rows), "cells": cells_summary}, allow_nan=False))
+    else:
+        console.print(tables(cells_summary, chance))
+    if not quiet:
+        kept = len(result.rows) - result.num_new
+        _note(f"{len(result.rows)} rows in {spec.out}/records.jsonl" + (f" ({kept} were there already)" if kept else ""))
+    for row in result.failed[:3]:
+        _note(f"{row['key']}: {row['status']}: {row['error']}")
+    if result.failed:
+        raise typer.Exit(EXIT_FAILED_CELLS)
+
+
+def _show_plan(cells: list[Any], as_json: bool) -> None:
+    computed = sum(cell.account.computed_tokens for cell in cells)
+    naive = sum(cell.account.naive_tokens for cell in cells)
+    plan = [
+        {
+            "model": cell.source.label,
+            "task": cell.spec.task.name,
+            "tokenizer": cell.source.tokenizer.name,
+            "lengths": list(cell.spec.task.lengths),
+            "num_samples": cell.account.num_samples,
+            "num_documents": len(cell.text.documents),
+            "longest_sequence": cell.account.longest,
+            "training_length": cell.source.config.training_length,
+            "computed_tokens": cell.account.computed_tokens,
+            "naive_tokens": cell.account.naive_tokens,
+        }
+        for cell in cells
+    ]
+    if as_json:
+        typer.echo(json.dumps({"computed_tokens": computed, "naive_tokens": naive, "cells": plan}))
+        return
+    table = Table(title="plan", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for column in ("model", "task", "lengths", "samples", "documents", "longest", "computed", "naive"):
+        table.add_column(column, justify="left" if column in ("model", "task", "lengths") else "right")
+    for entry in plan:
+        counts = ("num_samples", "num_documents", "longest_sequence", "computed_tokens", "naive_tokens")
+        lengths = ", ".join(f"{length:,}" for length in entry["lengths"])
+        table.add_row(entry["model"], entry["task"], lengths, *(f"{entry[name]:,}" for name in counts))
+    console = _stdout()
+    console.print(table)
+    console.print(
+        f"{computed:,} tokens to compute; {naive:,} if every sample were its own sequence ({naive / computed:.1f} times as many)",
+        highlight=False,
+    )
+
+
+def main() -> None:
+    """Entry point: user errors become two short lines and exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        console = Console(stderr=True, soft_wrap=True)
+        console.print(f"error: {error.message}", style="red", highlight=False, markup=False)
+        if error.hint:
+            console.print(f"hint: {error.hint}", highlight=False, markup=False)
+        sys.exit(EXIT_BAD_INPUT)

@@ -1,0 +1,98 @@
+"""What a user sees while a run goes on: a table that fills in on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from atma_eval.report import summary, tables
+
+LINE_EVERY_S = 15.0
+
+
+class RunProgress:
+    """Rows and tokens of a run as they come; use as a context manager around it.
+
+    Args:
+        total_tokens: tokens the whole plan computes, of every model and task.
+        chance: chance levels by task, shown under the tables.
+        live: fill in a table in place; otherwise print a line now and then on stderr.
+    """
+
+    def __init__(self, total_tokens: int, chance: dict[str, dict[str, float]], *, live: bool, quiet: bool = False):
+        self._total, self._chance = total_tokens, chance
+        self._rows: list[dict[str, Any]] = []
+        self._tokens = self._skipped = 0
+        self._fresh = False
+        self._started = self._last_line = time.monotonic()
+        self._console = Console() if live else Console(stderr=True, soft_wrap=True)
+        self._quiet = quiet
+        self._live: Live | None = None
+        if live:
+            self._bar = Progress(
+                TextColumn("{task.percentage:>3.0f} %"),
+                BarColumn(bar_width=40),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[left]}"),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("", total=total_tokens, left="")
+            self._live = Live(self._view(), console=self._console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> RunProgress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def message(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(text, highlight=False)
+
+    def row(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        self._fresh = True
+        if self._live is not None:
+            self._live.update(self._view())
+        else:
+            self._line()
+
+    def tokens(self, count: int) -> None:
+        """``count`` tokens of the plan are done; those of rows that were there already take no time."""
+        self._tokens += count
+        if not self._fresh:
+            self._skipped += count
+        self._fresh = False
+        if self._live is not None:
+            self._bar.update(self._task, completed=self._tokens, left=self._left())
+            self._live.update(self._view())
+        else:
+            self._line()
+
+    def _left(self) -> str:
+        done = self._tokens - self._skipped
+        if done <= 0:
+            return ""
+        seconds = (time.monotonic() - self._started) * (self._total - self._tokens) / done
+        return f"{seconds // 60:.0f}:{seconds % 60:02.0f} left"
+
+    def _line(self) -> None:
+        now = time.monotonic()
+        if self._quiet or (now - self._last_line < LINE_EVERY_S and self._tokens < self._total):
+            return
+        self._last_line = now
+        share = 100 * self._tokens / self._total if self._total else 100
+        text = f"{share:3.0f} %, {len(self._rows)} rows, {now - self._started:.0f} s elapsed"
+        left = self._left()
+        self._console.print(text + (f", {left}" if left and self._tokens < self._total else ""), highlight=False)
+
+    def _view(self) -> Group:
+        parts: list[Any] = [tables(summary(self._rows), self._chance)] if self._rows else []
+        return Group(*parts, self._bar)

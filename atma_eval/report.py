@@ -1,0 +1,224 @@
+"""Tables of records for the terminal, and the same figures as plain data. Needs no torch and no model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from atma_eval.stats import Estimate, bootstrap_mean, clustered_mean, wilson
+
+Row = dict[str, Any]
+COLUMNS_PER_TABLE = 6  # lengths side by side that fit 100 columns
+MAX_EXPONENT = 700.0  # beyond it the perplexity is no longer a number; the loss still is
+
+
+def _pick(rows: list[Row], **fields: Any) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in fields.items())]
+
+
+def _distinct(rows: list[Row], name: str) -> list[Any]:
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def _proportion(rows: list[Row], name: str) -> Estimate:
+    return wilson(sum(bool(row[name]) for row in rows), len(rows))
+
+
+def _mean(rows: list[Row], values: list[float]) -> Estimate:
+    return bootstrap_mean(values, [row["text_id"] for row in rows])
+
+
+def retrieval_estimates(rows: list[Row]) -> dict[str, Estimate]:
+    """Every metric of ok rows of one cell and control: trials are the unit, documents the clusters."""
+    return {
+        "exact": _proportion(rows, "exact"),
+        "first_token": _proportion(rows, "first_token_correct"),
+        "token_accuracy": _mean(rows, [row["token_accuracy"] for row in rows]),
+        "nll": _mean(rows, [row["nll_sum"] / row["num_targets"] for row in rows]),
+    }
+
+
+def loss_estimates(rows: list[Row]) -> dict[str, Estimate]:
+    """Token-weighted loss, perplexity and bits per byte of ok rows of one length: documents are the unit.
+
+    All rows of a cell score the same number of tokens, so the document mean is the token-weighted mean.
+    """
+    documents = [row["text_id"] for row in rows]
+    nll = clustered_mean([row["nll_sum"] / row["num_targets"] for row in rows], documents)
+    num_bytes = sum(row["num_bytes"] for row in rows)
+    bits = Estimate(None, None, None, len(rows))
+    if num_bytes:
+        # A ratio of sums: spread each document's share over the mean number of bytes.
+        per_document = num_bytes / len(rows)
+        total = sum(row["nll_sum"] for row in rows) / math.log(2) / num_bytes
+        residuals = [(row["nll_sum"] / math.log(2) - total * row["num_bytes"]) / per_document for row in rows]
+        spread = clustered_mean(residuals, documents)
+        if spread.low is not None and spread.high is not None:
+            bits = Estimate(total, total + spread.low, total + spread.high, len(rows))
+        else:
+            bits = Estimate(total, None, None, len(rows))
+    return {"nll": nll, "perplexity": Estimate(*(_exp(x) for x in nll[:3]), nll.n), "bits_per_byte": bits}
+
+
+def _exp(value: float | None) -> float | None:
+    return None if value is None or value > MAX_EXPONENT else math.exp(value)
+
+
+def summary(rows: list[Row], curves: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """One object per model, task, length and control, in row order: estimates and counts of outcomes."""
+    cells = []
+    for model in _distinct(rows, "model"):
+        for task in _distinct(_pick(rows, model=model), "task"):
+            mine = _pick(rows, model=model, task=task)
+            for length in sorted({row["length"] for row in mine}):
+                for control in _distinct(_pick(mine, length=length), "control"):
+                    cell_rows = _pick(mine, length=length, control=control)
+                    ok = _pick(cell_rows, status="ok")
+                    retrieval = mine[0]["gap"] is not None
+                    estimates = (retrieval_estimates if retrieval else loss_estimates)(ok) if ok else {}
+                    cell: dict[str, Any] = {
+                        "model": model,
+                        "task": task,
+                        "length": length,
+                        "control": control,
+                        "retrieval": retrieval,
+                        "statuses": dict(Counter(row["status"] for row in cell_rows)),
+                        "n": len(ok),
+                        "num_documents": len({row["text_id"] for row in ok}),
+                        **{name: estimate._asdict() for name, estimate in estimates.items()},
+                    }
+                    if curves and not retrieval:
+                        cell["loss_by_position"] = _buckets([curves[row["key"]] for row in ok if row["key"] in curves])
+                    cells.append(cell)
+    return cells
+
+
+def _buckets(parts: list[tuple[np.ndarray, np.ndarray]]) -> list[dict[str, Any]]:
+    if not parts:
+        return []
+    sums, counts = (np.sum([part[i] for part in parts], axis=0) for i in (0, 1))
+    return [
+        {"first": 2**k, "last": 2 ** (k + 1) - 1, "nll": float(sums[k] / counts[k]), "num_targets": int(counts[k])}
+        for k in range(len(counts))
+        if counts[k]
+    ]
+
+
+# -- rendering --------------------------------------------------------------------------------------------
+
+RETRIEVAL_LINES = (  # label, control, metric; the headline first, the controls below
+    ("exact", "none", "exact"),
+    ("first token", "none", "first_token"),
+    ("token accuracy", "none", "token_accuracy"),
+    ("nll (nats/token)", "none", "nll"),
+    ("absent: exact", "absent", "exact"),
+    ("absent: nll", "absent", "nll"),
+    ("format: exact", "format", "exact"),
+    ("format: nll", "format", "nll"),
+)
+LOSS_LINES = (
+    ("nll (nats/token)", "none", "nll"),
+    ("perplexity", "none", "perplexity"),
+    ("bits per byte", "none", "bits_per_byte"),
+)
+
+
+def _number(value: float) -> str:
+    if value != 0 and (abs(value) >= 1e6 or abs(value) < 5e-4):
+        return f"{value:.1e}"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def _cell(cell: dict[str, Any] | None, metric: str) -> Text:
+    """The mean, and under it the interval; what went wrong where there is no mean."""
+    if cell is None:
+        return Text("…", style="dim")
+    estimate = cell.get(metric)
+    if estimate is None:
+        statuses = [f"{count} {status}" for status, count in cell["statuses"].items() if status != "ok"]
+        return Text(", ".join(statuses) or "…", style="red")
+    mean, low, high, _ = estimate.values()
+    text = Text("overflow" if mean is None else _number(mean), style="bold" if metric == "exact" else "")
+    if low is not None and high is not None:
+        text.append(f"\n{_number(low)}–{_number(high)}", style="dim")
+    elif mean is not None:
+        text.append("\nno interval", style="dim")
+    return text
+
+
+def tables(cells: list[dict[str, Any]], chance: dict[str, dict[str, float]] | None = None) -> RenderableType:
+    """All cells as tables of at most 100 columns: lengths across, metrics and controls down, failures named below."""
+    parts: list[RenderableType] = []
+    for model, task in dict.fromkeys((cell["model"], cell["task"]) for cell in cells):
+        mine = [cell for cell in cells if (cell["model"], cell["task"]) == (model, task)]
+        lengths = sorted({cell["length"] for cell in mine})
+        for first in range(0, len(lengths), COLUMNS_PER_TABLE):
+            parts.append(_table(model, task, mine, lengths[first : first + COLUMNS_PER_TABLE]))
+        if mine[0]["retrieval"]:
+            line = "95 % intervals: Wilson over trials for exact and first token, bootstrap over documents for the others."
+            guess = (chance or {}).get(task)
+            if guess:
+                line += f" Chance: exact {guess['exact']:g}, first token {guess['first_token']:g}."
+            parts.append(Text(line, style="dim"))
+        else:
+            parts.append(Text("95 % t intervals over documents.", style="dim"))
+            by_position = _position_table(mine)
+            if by_position is not None:
+                parts.append(by_position)
+    failures = [
+        f"{cell['model']}, {cell['task']} at {cell['length']:,}"
+        + (f" ({cell['control']})" if cell["control"] != "none" else "")
+        + ": "
+        + ", ".join(f"{count} {status}" for status, count in cell["statuses"].items() if status != "ok")
+        for cell in cells
+        if set(cell["statuses"]) != {"ok"}
+    ]
+    if failures:
+        parts.append(Text("not scored, and left out of the means:\n" + "\n".join(failures), style="red"))
+    return Group(*parts)
+
+
+def _table(model: str, task: str, cells: list[dict[str, Any]], lengths: list[int]) -> Table:
+    retrieval = cells[0]["retrieval"]
+    at = {(cell["control"], cell["length"]): cell for cell in cells}
+    table = Table(title=f"{task} · {model}", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.add_column("gap (tokens)" if retrieval else "length (tokens)", no_wrap=True)
+    for length in lengths:
+        table.add_column(f"{length:,}", justify="right", no_wrap=True)
+    lines = RETRIEVAL_LINES if retrieval else LOSS_LINES
+    for i, (label, control, metric) in enumerate(lines):
+        ends = i + 1 == len(lines) or lines[i + 1][1] != control
+        row = [_cell(at.get((control, length)), metric) for length in lengths]
+        table.add_row(label, *row, end_section=ends and control in ("none", "format"))
+    unit = "n (trials)" if retrieval else "n (documents)"
+    counts = [at.get(("none", length)) for length in lengths]
+    table.add_row(unit, *(str(cell["n"]) if cell else "…" for cell in counts), style="dim")
+    return table
+
+
+def _position_table(cells: list[dict[str, Any]]) -> Table | None:
+    """Loss by position at the longest length that has one, in two halves side by side."""
+    last = max((cell for cell in cells if cell.get("loss_by_position")), key=lambda c: c["length"], default=None)
+    if last is None:
+        return None
+    buckets = last["loss_by_position"]
+    half = -(-len(buckets) // 2)
+    table = Table(title=f"loss by position, length {last['length']:,}", title_justify="left", box=SIMPLE_HEAD)
+    for _ in range(2):
+        table.add_column("positions", no_wrap=True)
+        table.add_column("nll", justify="right")
+        table.add_column("targets", justify="right")
+    for i in range(half):
+        texts: list[str] = []
+        for bucket in buckets[i::half]:
+            span = f"{bucket['first']:,}–{bucket['last']:,}" if bucket["last"] > bucket["first"] else "1"
+            texts += [span, _number(bucket["nll"]), f"{bucket['num_targets']:,}"]
+        table.add_row(*texts)
+    return table

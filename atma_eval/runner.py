@@ -1,0 +1,305 @@
+"""Walk the prefix trees of every model and task, write rows, survive failures, and pick up where a run stopped."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from atma_eval.checkpoint import LoadedModel, ModelSource, find_model, load_model
+from atma_eval.errors import UserError
+from atma_eval.plan import Account, Node, PrefixTree
+from atma_eval.records import SCHEMA, RunDirectory
+from atma_eval.spec import RunSpec, TaskSpec
+from atma_eval.tasks.base import Sample, Scored, TaskText
+from atma_eval.tasks.perplexity import position_buckets
+from atma_eval.text import TextSource, open_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from atma_eval.session import LanguageModel, Session
+
+BRANCH_TOKENS = 2048  # state reserved beside the longest sample, for the branches that are open with it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One model under one task: what is to be computed, checked before any model is loaded."""
+
+    source: ModelSource
+    spec: TaskSpec
+    text: TaskText
+    text_manifest: dict[str, Any]
+    keys: frozenset[str]
+    account: Account
+
+    def groups(self) -> Iterator[list[Sample]]:
+        return self.spec.task.groups(self.source.tokenizer, self.text)
+
+    def row_key(self, sample: Sample) -> str:
+        return f"{self.source.label}/{self.spec.task.name}/{sample.key}"
+
+
+@dataclass
+class Events:
+    """What a caller may watch; each a function that is called as things happen."""
+
+    on_message: Callable[[str], None] = lambda text: None
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None
+    on_tokens: Callable[[int], None] = lambda count: None
+
+
+@dataclass
+class RunResult:
+    """Rows of the request (not of the whole folder), and how many were computed now."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    curves: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    num_new: int = 0
+
+    @property
+    def failed(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["status"] != "ok"]
+
+
+def prepare(spec: RunSpec) -> list[Cell]:
+    """Resolve models, texts and samples; every request that cannot be met ends here, without torch."""
+    sources = [find_model(model) for model in spec.models]
+    labels = [source.label for source in sources]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UserError(f"two models are called {label}", "rename a folder, or leave one of them out")
+    names = [task.task.name for task in spec.tasks]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"the task {name} stands twice in one run", "copy its preset under another name")
+    texts: dict[str, TextSource] = {}
+    chosen: dict[tuple[str, str], TaskText] = {}
+    cells = []
+    for source in sources:
+        for task in spec.tasks:
+            if task.text not in texts:
+                texts[task.text] = open_text(task.text)
+            at = (task.task.name, source.tokenizer.fingerprint)
+            if at not in chosen:
+                chosen[at] = task.task.select(texts[task.text], source.tokenizer)
+            cells.append(_cell(source, task, texts[task.text], chosen[at]))
+    return cells
+
+
+def _cell(source: ModelSource, spec: TaskSpec, origin: TextSource, text: TaskText) -> Cell:
+    account = Account()
+    keys: set[str] = set()
+    for samples in spec.task.groups(source.tokenizer, text):
+        account.add(samples)
+        keys |= {f"{source.label}/{spec.task.name}/{sample.key}" for sample in samples}
+    if len(keys) != account.num_samples:
+        raise AssertionError(f"{spec.task.name}: samples share a key")
+    return Cell(
+        source=source,
+        spec=spec,
+        text=text,
+        text_manifest={
+            **origin.manifest(list(text.documents)),
+            "repeated": text.repeated,
+            "documents_may_grow": spec.task.family == "perplexity",
+        },
+        keys=frozenset(keys),
+        account=account,
+    )
+
+
+def run(spec: RunSpec, cells: list[Cell], events: Events, directory: RunDirectory) -> RunResult:
+    """Compute what is missing of ``cells`` and return all their rows."""
+    if directory.torn_bytes:
+        events.on_message(f"repaired {directory.path}/records.jsonl: cut {directory.torn_bytes} bytes of an unfinished row")
+    result = RunResult()
+    wanted = {key for cell in cells for key in cell.keys}
+    for row in directory.rows:
+        if row["key"] in wanted:
+            result.rows.append(row)
+            events.on_row(row)
+    loaded: LoadedModel | None = None
+    at: tuple[str, str | int] | None = None
+    for cell in cells:
+        if at != (cell.source.label, cell.spec.window):
+            loaded = None  # free the last model before the next is loaded
+            gc.collect()
+            loaded = load_model(cell.source, cell.spec.window)
+            at = (cell.source.label, cell.spec.window)
+        assert loaded is not None
+        _agree(directory, cell, loaded)
+        for row in _run_cell(cell, loaded.model, directory, events):
+            result.rows.append(row)
+            result.num_new += 1
+    result.curves = {key: directory.curves[key] for key in wanted if key in directory.curves}
+    return result
+
+
+def _agree(directory: RunDirectory, cell: Cell, loaded: LoadedModel) -> None:
+    task = cell.spec.task
+    tokenizer = cell.source.tokenizer
+    details = {name: value for name, value in loaded.details.items() if name != "window"}
+    details.update(tokenizer=tokenizer.name, tokenizer_fingerprint=tokenizer.fingerprint)
+    asked = {
+        "protocol": task.protocol(),
+        "window": loaded.details["window"],
+        "text": cell.text_manifest,
+        "lengths": list(task.lengths),
+        "trials": task.num_trials or len(cell.text.documents),
+    }
+    directory.agree({loaded.label: details}, {loaded.label: {task.name: asked}})
+
+
+def _run_cell(
+    cell: Cell, model: LanguageModel, directory: RunDirectory, events: Events
+) -> Iterator[dict[str, Any]]:
+    """Rows that are missing. A group with any row missing is computed again whole, so that it breaks where it always does."""
+    for samples in cell.groups():
+        tokens = PrefixTree.merge(samples).num_tokens
+        missing = {id(sample) for sample in samples if cell.row_key(sample) not in directory.keys}
+        if missing:
+            started = time.perf_counter()
+            for sample, scored, status, error in walk(model, samples):
+                now = time.perf_counter()
+                if id(sample) in missing:
+                    row = _row(cell, directory, sample, scored, status, error)
+                    row.update(elapsed_s=round(now - started, 6), peak_memory_bytes=_peak_memory_bytes())
+                    curve = None
+                    if row["status"] == "ok" and cell.spec.task.family == "perplexity":
+                        assert scored is not None
+                        curve = position_buckets(scored.nll)
+                    row = directory.append(row, curve)
+                    events.on_row(row)
+                    yield row
+                started = now
+        events.on_tokens(tokens)
+
+
+def _row(
+    cell: Cell, directory: RunDirectory, sample: Sample, scored: Scored | None, status: str, error: str | None
+) -> dict[str, Any]:
+    task = cell.spec.task
+    if scored is not None and not np.isfinite(scored.nll).all():
+        first = int(np.flatnonzero(~np.isfinite(scored.nll))[0])
+        scored, status, error = None, "nan", f"the loss of target {first} of {len(sample.tokens)} tokens is not finite"
+    outcome = task.outcome(sample, scored) if scored is not None else {}
+    return {
+        "schema": SCHEMA,
+        "run_id": directory.run_id,
+        "key": cell.row_key(sample),
+        "model": cell.source.label,
+        "task": task.name,
+        "protocol": task.protocol()["protocol"],
+        "length": sample.length,
+        "gap": sample.gap,
+        "context_tokens": sample.span[0],
+        "num_bytes": sample.num_bytes,
+        "depth": sample.depth,
+        "trial": sample.trial,
+        "seed": task.seed,
+        "text_id": sample.text_id,
+        "status": status,
+        "num_targets": sample.span[1] - sample.span[0],
+        "control": sample.control,
+        "sample_hash": _sample_hash(sample),
+        "error": error,
+        **outcome,
+    }
+
+
+def _sample_hash(sample: Sample) -> str:
+    """Identifies tokens and span, for pairing rows across models and runs."""
+    digest = hashlib.sha256(sample.tokens.astype("<i4").tobytes())
+    digest.update(repr(sample.span).encode())
+    return digest.hexdigest()[:16]
+
+
+def _peak_memory_bytes() -> int:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# -- the walk ---------------------------------------------------------------------------------------------
+
+
+def walk(model: LanguageModel, samples: list[Sample]) -> Iterator[tuple[Sample, Scored | None, str, str | None]]:
+    """Score samples over their common tree, shorter branches first; each sample comes out once, with a status.
+
+    A failure takes down the samples that lie beyond it, and nothing else.
+    """
+    from atma_eval.session import Session
+
+    limit = model.max_length
+    fitting = [s for s in samples if limit is None or len(s.tokens) <= limit]
+    for sample in samples:
+        if limit is not None and len(sample.tokens) > limit:
+            yield sample, None, "too_long", f"{len(sample.tokens)} tokens; the model takes at most {limit}"
+    if not fitting:
+        return
+    tree = PrefixTree.merge(fitting)
+    nll = np.full(tree.longest, np.nan, dtype=np.float32)
+    argmax = np.full(tree.longest, -1, dtype=np.int64)
+
+    # Scores are kept by position. Depth first, a branch overwrites only what lies beyond its own start, so
+    # whatever a sample's path has scored is in place when the sample ends.
+    pending: list[tuple[Node, Session | None]] = [(tree.root, None)]
+    while pending:
+        node, session = pending.pop()
+        status, error = None, None
+        try:
+            if session is None:
+                session = Session(model, capacity=tree.longest + BRANCH_TOKENS)
+            wanted = tree.wanted(node)
+            if len(node.tokens):
+                scores = session.score(node.tokens, wanted)
+                places = node.start + np.flatnonzero(wanted)
+                nll[places], argmax[places] = scores.nll, scores.argmax
+        except Exception as failure:  # recorded as an outcome; the run goes on
+            status, error = _classify(failure), " ".join(f"{type(failure).__name__}: {failure}".split())[:500]
+        if status is not None:  # outside the except, whose traceback would keep the tensors alive
+            if session is not None:
+                session.close()
+            session = None
+            _free_memory()
+            for sample in tree.samples(node):
+                yield sample, None, status, error
+            continue
+        assert session is not None
+        for sample in node.ends:
+            part = slice(*sample.span)
+            yield sample, Scored(nll[part].copy(), argmax[part].copy()), "ok", None
+        if not node.children:
+            session.close()
+        # The last (longest) child takes this session over; the others get forks and are walked before it.
+        branches = [(child, session.fork()) for child in node.children[:-1]]
+        pending.extend((child, session) for child in node.children[-1:])
+        pending.extend(reversed(branches))
+
+
+def _classify(failure: Exception) -> str:
+    import torch
+
+    if isinstance(failure, MemoryError | torch.OutOfMemoryError):
+        return "oom"
+    if isinstance(failure, RuntimeError) and "can't allocate memory" in str(failure):  # torch's CPU allocator
+        return "oom"
+    return "error"
+
+
+def _free_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,62 @@
+"""One sequence, every token: the numbers behind ``atma-eval score``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from atma_eval.checkpoint import find_model, load_model
+from atma_eval.errors import UserError
+from atma_eval.spec import ModelSpec
+
+
+def _read_tokens(path: Path, vocab_size: int) -> np.ndarray:
+    try:
+        values = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"cannot read tokens from {path}: {error}", "expected a .npy of whole numbers") from None
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+        raise UserError(f"{path} does not hold a one-dimensional array of whole numbers")
+    if len(values) and not (0 <= values.min() and values.max() < vocab_size):
+        raise UserError(f"{path} has ids from {values.min()} to {values.max()}", f"the model knows 0 to {vocab_size - 1}")
+    return values.astype(np.int64)
+
+
+def score_file(
+    spec: ModelSpec, out: Path, *, text: Path | None, tokens: Path | None, chunk: int | None, window: str | int
+) -> str:
+    """Score a text or token file and write ``tokens`` ``[T]``, ``nll`` and ``argmax`` ``[T - 1]``; returns a summary line."""
+    if (text is None) == (tokens is None):
+        raise UserError("score takes either --text or --tokens")
+    if chunk is not None and chunk < 1:
+        raise UserError(f"--chunk is {chunk}", "allowed: at least 1")
+    if out.suffix != ".npz":
+        raise UserError(f"--out is {out}", "the result is a .npz file")
+    source = find_model(spec)
+    if tokens is not None:
+        sequence = _read_tokens(tokens, source.config.vocab_size)
+    else:
+        assert text is not None
+        try:
+            content = text.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {text}: {error}") from None
+        sequence = np.concatenate([[source.tokenizer.start_id], source.tokenizer.encode(content)]).astype(np.int64)
+    if len(sequence) < 2:
+        raise UserError(f"{text or tokens} gives {len(sequence)} tokens; at least 2 are needed to score one")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("ab"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from None
+
+    loaded = load_model(source, window)
+    from atma_eval.session import DEFAULT_CHUNK, Session
+
+    session = Session(loaded.model, chunk=chunk or DEFAULT_CHUNK, capacity=len(sequence))
+    session.extend(sequence[:1])
+    scores = session.score(sequence[1:])
+    np.savez(out, tokens=sequence, nll=scores.nll, argmax=scores.argmax)
+    return f"{len(sequence):,} tokens, {scores.nll.mean(dtype=np.float64):.4f} nats per token, in {out}"

@@ -1,0 +1,220 @@
+"""What was asked for: lengths, presets, suites; read strictly, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atma_eval.bundled import bundled_presets, bundled_suites
+from atma_eval.errors import UserError, did_you_mean
+from atma_eval.tasks.base import Task
+from atma_eval.tasks.induction import Induction
+from atma_eval.tasks.perplexity import Perplexity
+
+DEFAULT_SEED = 1234
+FAMILIES: dict[str, type] = {"induction": Induction, "perplexity": Perplexity}
+COMMAND_FAMILIES = {"niah": ("induction",), "ppl": ("perplexity",)}
+DTYPES = {
+    "auto": "auto",
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+}
+_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+LENGTHS_HINT = "lengths are like 2048, 2k or 1m (k = 1024), a list 2k,4k,8k or a doubling range 2k..64k"
+
+
+def parse_length(text: str) -> int:
+    """``2048``, ``2k`` or ``1m`` (k = 1,024) as a number of tokens."""
+    match = re.fullmatch(r"([0-9][0-9_]*)([km]?)", text.strip().lower())
+    value = int(match[1]) * _UNITS[match[2]] if match else 0
+    if value < 1:
+        raise UserError(f"bad length {text.strip()!r}", LENGTHS_HINT)
+    return value
+
+
+def parse_lengths(text: str | list[Any]) -> tuple[int, ...]:
+    """A comma-separated list of lengths and doubling ranges ``A..B``, as increasing distinct numbers.
+
+    A range doubles from A and ends with B, whether or not B is a doubling of A.
+    """
+    parts = [str(part) for part in text] if isinstance(text, list) else str(text).split(",")
+    lengths: set[int] = set()
+    for part in parts:
+        first, dots, last = part.partition("..")
+        low = parse_length(first)
+        if not dots:
+            lengths.add(low)
+            continue
+        high = parse_length(last)
+        if high < low:
+            raise UserError(f"bad length range {part.strip()!r}: it ends below its start", f"write {last}..{first}")
+        while low < high:
+            lengths.add(low)
+            low *= 2
+        lengths.add(high)
+    return tuple(sorted(lengths))
+
+
+def parse_window(value: str | int) -> str | int:
+    """``train`` (what the checkpoint was trained with), ``full``, or a number of keys."""
+    text = str(value).strip().lower()
+    if text in ("train", "full"):
+        return text
+    try:
+        return parse_length(text)
+    except UserError:
+        raise UserError(f"bad window {value!r}", "allowed: train, full, or a number of keys such as 1024") from None
+
+
+def parse_dtype(value: str) -> str:
+    if value.lower() not in DTYPES:
+        raise UserError(f"unknown dtype {value!r}", did_you_mean(value, DTYPES))
+    return DTYPES[value.lower()]
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds one mapping."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no mapping of names to values")
+    return values
+
+
+def check_keys(values: dict[str, Any], allowed: set[str], where: str) -> None:
+    """`UserError` naming the first key that is not allowed."""
+    for key in values:
+        if key not in allowed:
+            raise UserError(f"{where}: unknown key {key!r}", did_you_mean(str(key), allowed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A task with defaults, and the window its protocol wants (``train`` unless it says otherwise)."""
+
+    name: str
+    family: str
+    description: str
+    values: dict[str, Any]
+    window: str | int
+
+
+def load_preset(name: str, allowed_families: tuple[str, ...] | None = None) -> Preset:
+    """A bundled preset by name, or a preset file by path."""
+    presets = bundled_presets()
+    path = presets.get(name)
+    if path is None and name.endswith((".yaml", ".yml")):
+        path = Path(name)
+    if path is None:
+        fitting = [n for n in presets if not allowed_families or load_preset(n).family in allowed_families]
+        raise UserError(f"unknown preset {name!r}", did_you_mean(name, fitting) + "; or a path to a .yaml file")
+    values = read_yaml(path)
+    family = values.pop("family", None)
+    if family not in FAMILIES:
+        raise UserError(f"{path}: family is {family!r}", did_you_mean(str(family), FAMILIES))
+    if allowed_families and family not in allowed_families:
+        fitting = [n for n in presets if load_preset(n).family in allowed_families]
+        raise UserError(f"preset {name!r} belongs to the family {family}", f"this command takes {', '.join(fitting)}")
+    description = str(values.pop("description", ""))
+    window = parse_window(values.pop("window", "train"))
+    fields = {f.name for f in dataclasses.fields(FAMILIES[family])} - {"name", "family"}
+    check_keys(values, fields, str(path))
+    return Preset(name=path.stem, family=family, description=description, values=values, window=window)
+
+
+def build_task(preset: Preset, **overrides: Any) -> Task:
+    """The task of a preset with the given fields replaced; ``None`` keeps the preset's value."""
+    values = {**preset.values, **{k: v for k, v in overrides.items() if v is not None}}
+    values["lengths"] = parse_lengths(values["lengths"]) if not isinstance(values.get("lengths"), tuple) else values["lengths"]
+    values.setdefault("seed", DEFAULT_SEED)
+    family = FAMILIES[preset.family]
+    types = {"cue": str, "end": str, "digit_prefix": str, "draws": str, "inner_start": bool, "repeat": bool}
+    for name, value in values.items():
+        kind = types.get(name, int)
+        if name == "lengths" or (name == "docs" and value is None):
+            continue
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise UserError(f"{preset.name}: {name} is {value!r}", f"allowed: {kind.__name__}")
+    for name in ("trials", "docs", "key_digits", "num_digits"):
+        if values.get(name) is not None and values[name] < 1:
+            raise UserError(f"{preset.name}: {name} is {values[name]}", "allowed: at least 1")
+    if values.get("draws", "trial") not in ("trial", "sequence"):
+        raise UserError(f"{preset.name}: draws is {values['draws']!r}", "allowed: trial, sequence")
+    try:
+        return family(name=preset.name, **values)
+    except TypeError as error:
+        missing = str(error).rpartition(":")[2].strip()
+        raise UserError(f"preset {preset.name} lacks {missing}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One ``--model`` and how to run it. ``window`` ``None`` leaves it to the task's preset."""
+
+    name: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """One task with its text and the window to apply to every model."""
+
+    task: Task
+    text: str = "stdlib"
+    window: str | int = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """All models times all tasks, into one folder."""
+
+    models: tuple[ModelSpec, ...]
+    tasks: tuple[TaskSpec, ...]
+    out: Path
+
+
+_SUITE_TASK_KEYS = {"preset", "lengths", "trials", "docs", "seed", "text", "window", "repeat"}
+
+
+def load_suite(name: str, out: Path | None = None) -> RunSpec:
+    """A suite: ``models`` (names), ``tasks`` (a preset and what to change in it), optional ``dtype``, ``device``, ``out``."""
+    path = bundled_suites().get(name, Path(name))
+    if not path.is_file():
+        raise UserError(f"no suite {name!r}", did_you_mean(name, bundled_suites()) + "; or a path to a .yaml file")
+    values = read_yaml(path)
+    check_keys(values, {"models", "tasks", "dtype", "device", "tokenizer", "out", "description"}, str(path))
+    models, tasks = values.get("models"), values.get("tasks")
+    if not isinstance(models, list) or not models or not isinstance(tasks, list) or not tasks:
+        raise UserError(f"{path} needs a list of models and a list of tasks")
+    specs = []
+    for entry in tasks:
+        entry = {"preset": entry} if isinstance(entry, str) else dict(entry)
+        check_keys(entry, _SUITE_TASK_KEYS, f"{path}, tasks")
+        preset = load_preset(str(entry.pop("preset", "")))
+        text, window = str(entry.pop("text", "stdlib")), entry.pop("window", preset.window)
+        specs.append(TaskSpec(task=build_task(preset, **entry), text=text, window=parse_window(window)))
+    options = {
+        "tokenizer": values.get("tokenizer"),
+        "dtype": parse_dtype(str(values.get("dtype", "auto"))),
+        "device": str(values.get("device", "auto")),
+    }
+    return RunSpec(
+        models=tuple(ModelSpec(name=str(model), **options) for model in models),
+        tasks=tuple(specs),
+        out=out or Path(values.get("out", f"results/{path.stem}")),
+    )

@@ -1,0 +1,48 @@
+"""Choosing the documents of a task: long enough, in a fixed order, repeated only when asked."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from atma_eval.errors import UserError
+from atma_eval.tasks.base import TaskText
+from atma_eval.text import TextSource
+from atma_eval.tokenizer import Tokenizer
+
+
+def select_documents(
+    source: TextSource, tokenizer: Tokenizer, *, required: int, wanted: int | None, repeat: bool, what: str
+) -> TaskText:
+    """The first ``wanted`` documents (``None``: all) of at least ``required`` tokens, with ids and byte counts.
+
+    With ``repeat`` a document that is too short is repeated until it is long enough; its rows say so.
+    """
+    chosen, all_ids, all_bytes, longest, repeated = [], [], [], 0, False
+    for document in source.documents:
+        if wanted is not None and len(chosen) == wanted:
+            break
+        # A token covers at least a byte but for rare special cases, so a document of fewer bytes cannot do.
+        if not repeat and len(document.data) < required and len(source.documents) > 1:
+            longest = max(longest, len(document.data)) if tokenizer.name == "byte" else longest
+            continue
+        ids, num_bytes = tokenizer.encode_with_bytes(document.text)
+        longest = max(longest, len(ids))
+        if len(ids) < required:
+            if not repeat:
+                continue
+            times = -(-required // len(ids))
+            ids, num_bytes, repeated = np.tile(ids, times), np.tile(num_bytes, times), True
+        chosen.append(document)
+        all_ids.append(ids[:required])
+        all_bytes.append(num_bytes[:required])
+    if not chosen:
+        raise UserError(
+            f"{what} needs a document of {required:,} tokens; the longest in {source.name} has {longest:,}",
+            "ask for shorter --lengths, give a longer --text, or allow repetition with --repeat",
+        )
+    if wanted is not None and len(chosen) < wanted:
+        raise UserError(
+            f"{wanted} documents of at least {required:,} tokens were asked for; {source.name} has {len(chosen)}",
+            f"use --docs {len(chosen)}, shorter --lengths, or another --text",
+        )
+    return TaskText(documents=tuple(chosen), ids=tuple(all_ids), num_bytes=tuple(all_bytes), repeated=repeated)
