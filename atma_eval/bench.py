@@ -1,7 +1,7 @@
 """Speed of the operations, as ratios that hold on any machine: `python -m atma_eval.bench cpu`.
 
-What is compared runs in turns (A, B, A, B, ...) and the best of three counts, so that a busy neighbour
-hits both sides alike.
+What is compared runs in turns (A, B, A, B, ...), in processor time of its one thread, and the best of three
+counts, so that a busy neighbour hits both sides alike.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -65,9 +66,9 @@ def best_in_turns(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(ROUNDS):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = time.thread_time()
             run()
-            best[name] = min(best[name], time.perf_counter() - start)
+            best[name] = min(best[name], time.thread_time() - start)
     return best
 
 
@@ -79,11 +80,11 @@ def attention_ratios(num_heads: int, num_kv_heads: int, width: int, chunk: int) 
     scalars = (torch.full((num_heads,), value) for value in (2.0, 0.5, -1.0, -1.5))
     parameters = PolarParameters(torch.zeros(num_heads, width), *scalars)
 
-    def polar(*inputs: Tensor, **placed: Any) -> None:
-        polar_attention(*inputs, parameters, **placed)
+    def polar(q: Tensor, k: Tensor, v: Tensor, **placed: Any) -> None:
+        polar_attention(q, k, v, parameters, **placed)
 
-    def softmax(*inputs: Tensor, **placed: Any) -> None:
-        softmax_attention(*inputs, scale=width**-0.5, **placed)
+    def softmax(q: Tensor, k: Tensor, v: Tensor, **placed: Any) -> None:
+        softmax_attention(q, k, v, scale=width**-0.5, **placed)
 
     def walk(attend: Callable[..., None], window: int | None) -> None:
         pool = PagePool((num_kv_heads, width, width), q.dtype, q.device, num_pages=LENGTH // 256)
@@ -102,12 +103,12 @@ def attention_ratios(num_heads: int, num_kv_heads: int, width: int, chunk: int) 
             "polar, window": lambda: walk(polar, WINDOW),
         }
     )
-    shape = f"{num_heads}/{num_kv_heads} heads of {width}"
-    fed = "whole" if chunk == LENGTH else f"by {chunk:,}"
+    shape = f"{num_heads}/{num_kv_heads}x{width}"
+    fed = "16K whole" if chunk == LENGTH else f"16K by {chunk // 1024}K"
     yield Ratio("polar / softmax", shape, fed, (best["polar"], best["softmax"]), POLAR_AT_MOST)
     for core in ("softmax", "polar"):
         seconds = (best[core], best[f"{core}, window"])
-        yield Ratio(f"{core}, full / window {WINDOW:,}", shape, fed, seconds, WINDOW_AT_LEAST, at_least=True)
+        yield Ratio(f"{core}: full / window", shape, fed, seconds, WINDOW_AT_LEAST, at_least=True)
 
 
 def delta_ratio(num_heads: int, width: int) -> Ratio:
@@ -120,8 +121,9 @@ def delta_ratio(num_heads: int, width: int) -> Ratio:
         gated_delta(*(x[:, :num_tokens] for x in (q, k, v, gamma + 3.9, beta)))
 
     best = best_in_turns({"long": lambda: scan(LONG), "short": lambda: scan(LENGTH)})
-    name = f"memory, {LONG:,} / {LENGTH:,} tokens"
-    return Ratio(name, f"{num_heads} heads of {width}", "whole", (best["long"], best["short"]), DELTA_AT_MOST)
+    return Ratio(
+        "memory: 64K / 16K tokens", f"{num_heads}x{width}", "whole", (best["long"], best["short"]), DELTA_AT_MOST
+    )
 
 
 def cpu_ratios() -> Iterator[Ratio]:
@@ -135,18 +137,19 @@ def cpu_ratios() -> Iterator[Ratio]:
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def report(ratios: list[Ratio], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in ("measured", "shape", "fed"):
-        table.add_column(heading)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("measured", "heads", "tokens"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("seconds", "ratio", "target"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for r in ratios:
-        seconds = f"{r.seconds[0]:.2f} / {r.seconds[1]:.2f}"
+        seconds = f"{r.seconds[0]:.2f}/{r.seconds[1]:.2f}"
         target = f"{'≥' if r.at_least else '≤'} {r.target}"
         verdict = "ok" if r.ok else "[red]too slow[/red]"
         table.add_row(r.what, r.shape, r.fed, seconds, f"{r.value:.2f}", target, verdict)
@@ -167,7 +170,9 @@ def cpu(
     machine = {"torch": torch.__version__, "cpu": cpu_name(), "threads": torch.get_num_threads()}
     with torch.inference_mode():
         ratios = list(track(cpu_ratios(), "measuring", total=14, console=Console(stderr=True), transient=True))
-    title = f"torch {machine['torch']}, {machine['cpu']}, {machine['threads']} thread, best of {ROUNDS} in turns"
+    title = (
+        f"torch {machine['torch']}, {machine['cpu']}, {machine['threads']} thread, best of {ROUNDS}; window {WINDOW:,}"
+    )
     Console().print(report(ratios, title))
     if json_file is not None:
         lines = [{**dataclasses.asdict(r), "ratio": r.value, "ok": r.ok} for r in ratios]

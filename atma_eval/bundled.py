@@ -1,16 +1,29 @@
-"""Where the files that travel with the package are: presets, models, suites, recipes."""
+"""Where files are: presets, models, suites and recipes that travel with the package, and what a user names."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+from atma_eval.errors import UserError
 
 _PACKAGE = Path(__file__).resolve().parent
 
 
 def bundled(kind: str) -> Path:
-    """The folder of ``tasks``, ``models`` or ``configs``: inside an installed wheel, or beside the package in a checkout."""
+    """The folder of ``tasks``, ``models`` or ``configs``: inside an installed wheel, else beside the package."""
     installed = _PACKAGE / "bundled" / kind
     return installed if installed.is_dir() else _PACKAGE.parent / kind
+
+
+def given_path(name: str) -> Path:
+    """A path a user typed, ``~`` expanded. Afterwards it may be asked what stands there without an exception."""
+    path = Path(os.path.expanduser(name))
+    try:
+        path.exists()
+    except OSError as error:  # too long a name, or a folder that may not be entered
+        raise UserError(f"cannot look at {name!r}: {error.strerror}") from None
+    return path
 
 
 def bundled_models() -> dict[str, Path]:

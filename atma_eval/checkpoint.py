@@ -1,8 +1,8 @@
 """Open a model: find it by name, check it without torch, load it strictly, and know it by its fingerprint.
 
 A name is a bundled checkpoint, a folder (ours: ``config.json`` + ``weights.safetensors``; the ATMA authors':
-``config.json`` + ``weights.pt``), or ``random:CONFIG.json`` for random weights of a given shape. Nothing from a checkpoint is
-executed: safetensors first, and pickles only with torch's weights-only reader.
+``config.json`` + ``weights.pt``), or ``random:CONFIG.json`` for random weights of a given shape. Nothing from a
+checkpoint is executed: safetensors first, and pickles only with torch's weights-only reader.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atma_eval.bundled import bundled_models
+from atma_eval.bundled import bundled_models, given_path
 from atma_eval.errors import UserError, did_you_mean
 from atma_eval.models.config import AtmaConfig
-from atma_eval.spec import ModelSpec
+from atma_eval.spec import ModelSpec, check_device
 from atma_eval.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 RANDOM_SEED = 0
 MAX_LISTED_KEYS = 12
+RESTART_FILE = re.compile(r"-step-\d+\.pt$")
 FOVEAL_HINT = (
     "it is a Foveal continual-pretraining restart file, whose attention sits under attn.base; "
     "export the plain model from it first"
@@ -70,8 +71,9 @@ class ModelSource:
 def find_model(spec: ModelSpec) -> ModelSource:
     """Resolve a ``--model`` value; raises `UserError` before anything heavy is imported."""
     name = spec.name
+    check_device(spec.device)
     if name.startswith("random:"):
-        path = Path(name.removeprefix("random:")).expanduser()
+        path = given_path(name.removeprefix("random:"))
         config = _read_config(path)
         label, weights = f"random:{path.stem}", None
     else:
@@ -79,6 +81,7 @@ def find_model(spec: ModelSpec) -> ModelSource:
         config = _read_config(path / "config.json")
         weights = next((path / n for n in ("weights.safetensors", "weights.pt") if (path / n).is_file()), None)
         if weights is None:
+            _refuse_restart_folder(path)
             raise UserError(f"{path} has no weights", "expected weights.safetensors, or the authors' weights.pt")
     return ModelSource(label=label, path=path, weights=weights, config=config, spec=spec)
 
@@ -92,19 +95,23 @@ def _find_folder(name: str) -> tuple[Path, str]:
             f"cannot load {name}: Hugging Face models are not supported by this version",
             "download an ATMA checkpoint folder and give its path",
         )
-    path = Path(name).expanduser()
+    path = given_path(name)
     if path.is_file():
-        if re.search(r"step-\d+\.pt$", path.name):
+        if RESTART_FILE.search(path.name):
             raise UserError(f"{path} cannot be evaluated", FOVEAL_HINT)
         raise UserError(f"{path} is a file", "--model takes the folder that holds config.json and the weights")
-    if not path.is_dir():
+    if not name or not path.is_dir():
         raise UserError(f"unknown model {name!r}", did_you_mean(name, bundled) + "; or a folder, or random:CONFIG.json")
     if not (path / "config.json").is_file():
-        restart = next(path.glob("*step-*.pt"), None)
-        if restart is not None:
-            raise UserError(f"{restart} cannot be evaluated", FOVEAL_HINT)
+        _refuse_restart_folder(path)
         raise UserError(f"{path} has no config.json", "a checkpoint folder holds config.json and the weights")
     return path, path.resolve().name
+
+
+def _refuse_restart_folder(path: Path) -> None:
+    restart = next((p for p in sorted(path.iterdir()) if RESTART_FILE.search(p.name)), None)
+    if restart is not None:
+        raise UserError(f"{restart} cannot be evaluated", FOVEAL_HINT)
 
 
 def _read_config(path: Path) -> AtmaConfig:
@@ -176,44 +183,55 @@ def _device(name: str) -> torch.device:
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"unknown device {name!r}", "allowed: auto, cpu, cuda, cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name} was asked for, but this torch sees no GPU", "use --device cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device {name!r} is not supported", "allowed: auto, cpu, cuda, cuda:N")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name} was asked for; torch sees {torch.cuda.device_count()} GPUs", "use --device cpu")
     return device
 
 
 def _fingerprint(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _read_weights(path: Path) -> dict[str, Any]:
     """A flat state dict from either format, known prefixes stripped."""
-    import torch
+    values = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    weights = {_strip_prefixes(str(key)): value for key, value in values.items()}
+    if len(weights) < len(values):
+        raise UserError(f"{path} holds some keys twice, with and without a prefix")
+    return weights
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read: it is truncated or corrupt ({error})") from None
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: it is truncated or corrupt ({error})") from None
+
+
+def _read_pickle(path: Path) -> dict[Any, Any]:
+    import torch
+
     _refuse_restart_file(path)
     try:
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises several kinds for damaged or unsafe pickles
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path} cannot be read with the weights-only loader: {reason}", "is the file complete?") from None
+        raise UserError(
+            f"{path} cannot be read with the weights-only loader: {reason}", "is the file complete?"
+        ) from None
     if isinstance(values, dict) and isinstance(values.get("model"), dict):
         values = values["model"]
     if not isinstance(values, dict) or not all(isinstance(v, torch.Tensor) for v in values.values()):
         raise UserError(f"{path} holds no state dict", "expected name -> tensor, or that under the key model")
-    return {_strip_prefixes(str(key)): value for key, value in values.items()}
+    return values
 
 
 def _strip_prefixes(key: str) -> str:
@@ -237,7 +255,10 @@ def _refuse_restart_file(path: Path) -> None:
 def _check_keys(weights: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
     """Every key must be there, none else, each of the right shape; all faults in one error."""
     faults = []
-    for title, keys in (("missing", expected.keys() - weights.keys()), ("unexpected", weights.keys() - expected.keys())):
+    for title, keys in (
+        ("missing", expected.keys() - weights.keys()),
+        ("unexpected", weights.keys() - expected.keys()),
+    ):
         if keys:
             faults.append(f"{len(keys)} {title}: {_listing(keys)}")
     wrong = {

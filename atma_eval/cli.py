@@ -37,28 +37,44 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     pass
 
 
-MODEL_HELP = "Bundled name, checkpoint folder, or random:CONFIG.json. Repeats. Default: the bundled demonstration model."
+MODEL_HELP = (
+    "Bundled name, checkpoint folder, or random:CONFIG.json. Repeats. Default: the bundled demonstration model."
+)
 Model = Annotated[list[str] | None, typer.Option("--model", "-m", help=MODEL_HELP, metavar="NAME")]
 Lengths = Annotated[str | None, typer.Option(help="2k..64k (doubling), 2k,3000,1m; k = 1,024.", metavar="LIST")]
 Text = Annotated[str, typer.Option(help="stdlib, a file, a folder, or a .jsonl with a text field.", metavar="SOURCE")]
-PresetName = Annotated[str | None, typer.Option("--preset", "--task", help="See `atma-eval list`, or a path.", metavar="NAME")]
+PresetName = Annotated[
+    str | None, typer.Option("--preset", "--task", help="See `atma-eval list`, or a path.", metavar="NAME")
+]
 Seed = Annotated[int | None, typer.Option(help="Decides needles and documents. Default: 1234.")]
-Window = Annotated[str | None, typer.Option(help="train (as the checkpoint was trained), full, or a number of keys.", metavar="W")]
+Window = Annotated[
+    str | None, typer.Option(help="train (as the checkpoint was trained), full, or a number of keys.", metavar="W")
+]
 Dtype = Annotated[str, typer.Option(help="auto (fp32 on a CPU, bf16 on a GPU), fp32, bf16, fp16.", metavar="TYPE")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.", metavar="NAME")]
-TokenizerName = Annotated[str | None, typer.Option("--tokenizer", help="byte, gpt2, or a path. Default: the model's.", metavar="NAME")]
-Out = Annotated[Path | None, typer.Option("-o", "--out", help="Folder of the run. Default: one under results/, by request.", metavar="DIR")]
+TokenizerName = Annotated[
+    str | None, typer.Option("--tokenizer", help="byte, gpt2, or a path. Default: the model's.", metavar="NAME")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", help="Folder of the run. Default: one under results/, by request.", metavar="DIR"),
+]
 Repeat = Annotated[bool, typer.Option("--repeat", help="Repeat documents that are too short; their rows say so.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show cells, exact lengths and cost, and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Trials = Annotated[int | None, typer.Option(help="Needles per length. Default: 32.", metavar="N")]
-Docs = Annotated[int | None, typer.Option(help="Documents to share the trials among. Default: all that are long enough.", metavar="N")]
+Docs = Annotated[
+    int | None,
+    typer.Option(help="Documents to share the trials among. Default: all that are long enough.", metavar="N"),
+]
 PplDocs = Annotated[int | None, typer.Option("--docs", help="Documents to score. Default: 12.", metavar="N")]
 
 
@@ -133,11 +149,20 @@ def run(
 
 @app.command()
 def score(
-    model: Annotated[str, typer.Option("--model", "-m", help="Bundled name, checkpoint folder, or random:CONFIG.json.", metavar="NAME")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Result: tokens [T], nll [T-1], argmax [T-1].", metavar="FILE.npz")],
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 text file; the model's start token is put before it.")] = None,
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="Bundled name, checkpoint folder, or random:CONFIG.json.", metavar="NAME"),
+    ],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="Result: tokens [T], nll [T-1], argmax [T-1].", metavar="FILE.npz")
+    ],
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text file; the model's start token is put before it.")
+    ] = None,
     tokens: Annotated[Path | None, typer.Option(help="A .npy of token ids, scored as they are.")] = None,
-    chunk: Annotated[int | None, typer.Option(help="Tokens per step; changes speed and rounding only.", metavar="N")] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Tokens per step; changes speed and rounding only.", metavar="N")
+    ] = None,
     window: Window = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -165,12 +190,21 @@ def list_all(as_json: AsJson = False) -> None:
         kind = core + (" + memory" if config["mem_enabled"] and core != "memory only" else "")
         kind += f", window {config['attn_window']}" if config["attn_window"] else ""
         size = sum(p.stat().st_size for p in path.glob("weights.*"))
-        models.append({"name": name, "architecture": kind, "training_length": config.get("training_length"), "num_bytes": size})
+        models.append(
+            {"name": name, "architecture": kind, "training_length": config.get("training_length"), "num_bytes": size}
+        )
     presets = [
-        {"name": preset.name, "command": "ppl" if preset.family == "perplexity" else "niah", "description": preset.description}
+        {
+            "name": preset.name,
+            "command": "ppl" if preset.family == "perplexity" else "niah",
+            "description": preset.description,
+        }
         for preset in map(load_preset, bundled_presets())
     ]
-    suites = [{"name": name, "description": str(read_yaml(path).get("description", ""))} for name, path in bundled_suites().items()]
+    suites = [
+        {"name": name, "description": str(read_yaml(path).get("description", ""))}
+        for name, path in bundled_suites().items()
+    ]
     if as_json:
         typer.echo(json.dumps({"models": models, "presets": presets, "suites": suites}, indent=1))
         return
@@ -178,9 +212,13 @@ def list_all(as_json: AsJson = False) -> None:
     for title, entries in (("models", models), ("presets", presets), ("suites", suites)):
         table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
         for column in entries[0] if entries else ["name"]:
-            table.add_column(column.replace("_", " "), justify="right" if column in ("num_bytes", "training_length") else "left")
+            table.add_column(
+                column.replace("_", " "), justify="right" if column in ("num_bytes", "training_length") else "left"
+            )
         for entry in entries:
-            table.add_row(*(f"{v:,}" if isinstance(v, int) else str(v) if v is not None else "unknown" for v in entry.values()))
+            table.add_row(
+                *(f"{v:,}" if isinstance(v, int) else str(v) if v is not None else "unknown" for v in entry.values())
+            )
         console.print(table)
 
 
@@ -224,17 +262,25 @@ def _evaluate(
         if changes.get(name) is not None and changes[name] < 1:
             raise UserError(f"--{name} is {changes[name]}", "allowed: at least 1")
     task = spec.build_task(preset, **changes)
-    task_spec = spec.TaskSpec(task=task, text=text, window=spec.parse_window(window if window is not None else preset.window))
+    task_spec = spec.TaskSpec(
+        task=task, text=text, window=spec.parse_window(window if window is not None else preset.window)
+    )
     names = model or [DEMO_MODEL]
     models = tuple(
         spec.ModelSpec(name=name, tokenizer=tokenizer, dtype=spec.parse_dtype(dtype), device=device) for name in names
     )
     if not model and not quiet:
-        what = f"{changes['trials']} trials over {changes['docs']} documents" if command == "niah" else f"{changes['docs']} documents"
+        what = (
+            f"{changes['trials']} trials over {changes['docs']} documents"
+            if command == "niah"
+            else f"{changes['docs']} documents"
+        )
         _note(f"no --model given: evaluating the bundled {DEMO_MODEL} with {what}")
     if out is None:
         # Another protocol, text or window gets another folder, so that a default run never meets unlike rows.
-        identity = json.dumps([task.protocol(), text, task_spec.window, dtype, device, getattr(task, "docs", None)], sort_keys=True)
+        identity = json.dumps(
+            [task.protocol(), text, task_spec.window, dtype, device, getattr(task, "docs", None)], sort_keys=True
+        )
         out = Path("results") / f"{command}-{preset.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     _execute(spec.RunSpec(models=models, tasks=(task_spec,), out=out), dry_run, as_json, quiet)
 
@@ -267,12 +313,16 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
             raise typer.Exit(EXIT_INTERRUPTED) from None
     cells_summary = summary(result.rows, result.curves)
     if as_json:
-        typer.echo(json.dumps({"out": str(spec.out), "num_rows": len(result.rows), "cells": cells_summary}, allow_nan=False))
+        typer.echo(
+            json.dumps({"out": str(spec.out), "num_rows": len(result.rows), "cells": cells_summary}, allow_nan=False)
+        )
     else:
         console.print(tables(cells_summary, chance))
     if not quiet:
         kept = len(result.rows) - result.num_new
-        _note(f"{len(result.rows)} rows in {spec.out}/records.jsonl" + (f" ({kept} were there already)" if kept else ""))
+        _note(
+            f"{len(result.rows)} rows in {spec.out}/records.jsonl" + (f" ({kept} were there already)" if kept else "")
+        )
     for row in result.failed[:3]:
         _note(f"{row['key']}: {row['status']}: {row['error']}")
     if result.failed:
@@ -310,7 +360,8 @@ def _show_plan(cells: list[Any], as_json: bool) -> None:
     console = _stdout()
     console.print(table)
     console.print(
-        f"{computed:,} tokens to compute; {naive:,} if every sample were its own sequence ({naive / computed:.1f} times as many)",
+        f"{computed:,} tokens to compute; {naive:,} if every sample were its own sequence "
+        f"({naive / computed:.1f} times as many)",
         highlight=False,
     )
 

@@ -12,7 +12,7 @@ from atma_eval.tasks.base import Sample
 
 @dataclass(eq=False)
 class Node:
-    """An edge of the tree and what lies below it: tokens ``[start, start + len(tokens))`` of every sample that passes."""
+    """An edge of the tree and what lies below: tokens ``[start, start + len(tokens))`` of every sample that passes."""
 
     start: int
     tokens: np.ndarray

@@ -64,7 +64,9 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
         try:
             row = _parse(line.decode("utf-8"))
         except ValueError as error:  # also UnicodeDecodeError and JSONDecodeError
-            raise UserError(f"{path}, line {number}: not a record ({error})", "remove the line; its row is computed again") from None
+            raise UserError(
+                f"{path}, line {number}: not a record ({error})", "remove the line; its row is computed again"
+            ) from None
         if row["key"] in seen:
             raise UserError(f"{path}, line {number}: the key {row['key']} stands on line {seen[row['key']]} already")
         if row.get("schema") != SCHEMA:
@@ -88,7 +90,9 @@ class RunDirectory:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise UserError(f"another atma-eval is writing to {path}", "wait for it, or give another folder with -o") from None
+            raise UserError(
+                f"another atma-eval is writing to {path}", "wait for it, or give another folder with -o"
+            ) from None
         try:
             self.rows, whole = read_rows(path / "records.jsonl")
             self.manifest = self._read_manifest()
@@ -101,7 +105,7 @@ class RunDirectory:
         if self.torn_bytes:
             self._file.truncate(whole)
         self.keys = {row["key"] for row in self.rows}
-        self._writer = jsonlines.Writer(_TextSink(self._file), dumps=_dumps, flush=True)
+        self._writer = jsonlines.Writer(self._file, dumps=_dumps, flush=True)
         self._announced = False
 
     def _read_manifest(self) -> dict[str, Any]:
@@ -160,7 +164,9 @@ class RunDirectory:
             for name in MODEL_IDENTITY:
                 known = known_models.get(label, details)
                 if known[name] != details[name]:
-                    differences.append(f"{name} of model {label} (was {_short(known[name])}, now {_short(details[name])})")
+                    differences.append(
+                        f"{name} of model {label} (was {_short(known[name])}, now {_short(details[name])})"
+                    )
         for label, by_task in tasks.items():
             for task, asked in by_task.items():
                 known = known_tasks.get(label, {}).get(task)
@@ -227,19 +233,6 @@ class RunDirectory:
         self.close()
 
 
-class _TextSink:
-    """What `jsonlines` writes text to: the locked binary file."""
-
-    def __init__(self, file: Any):
-        self._file = file
-
-    def write(self, text: str) -> None:
-        self._file.write(text.encode("utf-8"))
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def _dumps(row: dict[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False, allow_nan=False)
 
@@ -282,7 +275,16 @@ def _version(package: str) -> str | None:
 def _git_commit() -> str | None:
     """Commit of the checkout this package runs from; ``None`` outside one."""
     try:
-        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        command = [
+            "git",
+            "-C",
+            str(Path(__file__).parent),
+            "describe",
+            "--always",
+            "--dirty",
+            "--abbrev=40",
+            "--exclude=*",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None

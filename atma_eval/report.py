@@ -64,7 +64,11 @@ def loss_estimates(rows: list[Row]) -> dict[str, Estimate]:
             bits = Estimate(total, total + spread.low, total + spread.high, len(rows))
         else:
             bits = Estimate(total, None, None, len(rows))
-    return {"nll": nll, "perplexity": Estimate(*(_exp(x) for x in nll[:3]), nll.n), "bits_per_byte": bits}
+    return {
+        "nll": nll,
+        "perplexity": Estimate(_exp(nll.mean), _exp(nll.low), _exp(nll.high), nll.n),
+        "bits_per_byte": bits,
+    }
 
 
 def _exp(value: float | None) -> float | None:
@@ -159,10 +163,10 @@ def tables(cells: list[dict[str, Any]], chance: dict[str, dict[str, float]] | No
     for model, task in dict.fromkeys((cell["model"], cell["task"]) for cell in cells):
         mine = [cell for cell in cells if (cell["model"], cell["task"]) == (model, task)]
         lengths = sorted({cell["length"] for cell in mine})
-        for first in range(0, len(lengths), COLUMNS_PER_TABLE):
-            parts.append(_table(model, task, mine, lengths[first : first + COLUMNS_PER_TABLE]))
+        starts = range(0, len(lengths), COLUMNS_PER_TABLE)
+        parts += [_table(model, task, mine, lengths[start : start + COLUMNS_PER_TABLE]) for start in starts]
         if mine[0]["retrieval"]:
-            line = "95 % intervals: Wilson over trials for exact and first token, bootstrap over documents for the others."
+            line = "95 % intervals: Wilson over trials for exact and first token, else bootstrap over documents."
             guess = (chance or {}).get(task)
             if guess:
                 line += f" Chance: exact {guess['exact']:g}, first token {guess['first_token']:g}."

@@ -22,8 +22,6 @@ from atma_eval.tasks.perplexity import position_buckets
 from atma_eval.text import TextSource, open_text
 
 if TYPE_CHECKING:
-    import torch
-
     from atma_eval.session import LanguageModel, Session
 
 BRANCH_TOKENS = 2048  # state reserved beside the longest sample, for the branches that are open with it
@@ -119,7 +117,9 @@ def _cell(source: ModelSource, spec: TaskSpec, origin: TextSource, text: TaskTex
 def run(spec: RunSpec, cells: list[Cell], events: Events, directory: RunDirectory) -> RunResult:
     """Compute what is missing of ``cells`` and return all their rows."""
     if directory.torn_bytes:
-        events.on_message(f"repaired {directory.path}/records.jsonl: cut {directory.torn_bytes} bytes of an unfinished row")
+        events.on_message(
+            f"repaired {directory.path}/records.jsonl: cut {directory.torn_bytes} bytes of an unfinished row"
+        )
     result = RunResult()
     wanted = {key for cell in cells for key in cell.keys}
     for row in directory.rows:
@@ -158,10 +158,11 @@ def _agree(directory: RunDirectory, cell: Cell, loaded: LoadedModel) -> None:
     directory.agree({loaded.label: details}, {loaded.label: {task.name: asked}})
 
 
-def _run_cell(
-    cell: Cell, model: LanguageModel, directory: RunDirectory, events: Events
-) -> Iterator[dict[str, Any]]:
-    """Rows that are missing. A group with any row missing is computed again whole, so that it breaks where it always does."""
+def _run_cell(cell: Cell, model: LanguageModel, directory: RunDirectory, events: Events) -> Iterator[dict[str, Any]]:
+    """Rows that are missing.
+
+    A group with any row missing is computed again whole, so that its computation breaks where it always does.
+    """
     for samples in cell.groups():
         tokens = PrefixTree.merge(samples).num_tokens
         missing = {id(sample) for sample in samples if cell.row_key(sample) not in directory.keys}

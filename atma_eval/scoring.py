@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -9,24 +10,27 @@ import numpy as np
 from atma_eval.checkpoint import find_model, load_model
 from atma_eval.errors import UserError
 from atma_eval.spec import ModelSpec
+from atma_eval.text import read_document
 
 
 def _read_tokens(path: Path, vocab_size: int) -> np.ndarray:
     try:
         values = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         raise UserError(f"cannot read tokens from {path}: {error}", "expected a .npy of whole numbers") from None
     if not isinstance(values, np.ndarray) or values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         raise UserError(f"{path} does not hold a one-dimensional array of whole numbers")
-    if len(values) and not (0 <= values.min() and values.max() < vocab_size):
-        raise UserError(f"{path} has ids from {values.min()} to {values.max()}", f"the model knows 0 to {vocab_size - 1}")
+    if len(values) and (values.min() < 0 or values.max() >= vocab_size):
+        raise UserError(
+            f"{path} has ids from {values.min()} to {values.max()}", f"the model knows 0 to {vocab_size - 1}"
+        )
     return values.astype(np.int64)
 
 
 def score_file(
     spec: ModelSpec, out: Path, *, text: Path | None, tokens: Path | None, chunk: int | None, window: str | int
 ) -> str:
-    """Score a text or token file and write ``tokens`` ``[T]``, ``nll`` and ``argmax`` ``[T - 1]``; returns a summary line."""
+    """Write ``tokens`` ``[T]``, ``nll`` and ``argmax`` ``[T - 1]`` of a text or token file; returns a summary line."""
     if (text is None) == (tokens is None):
         raise UserError("score takes either --text or --tokens")
     if chunk is not None and chunk < 1:
@@ -38,11 +42,8 @@ def score_file(
         sequence = _read_tokens(tokens, source.config.vocab_size)
     else:
         assert text is not None
-        try:
-            content = text.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read {text}: {error}") from None
-        sequence = np.concatenate([[source.tokenizer.start_id], source.tokenizer.encode(content)]).astype(np.int64)
+        ids = source.tokenizer.encode(read_document(text, text.name).text)
+        sequence = np.concatenate([[source.tokenizer.start_id], ids]).astype(np.int64)
     if len(sequence) < 2:
         raise UserError(f"{text or tokens} gives {len(sequence)} tokens; at least 2 are needed to score one")
     try:

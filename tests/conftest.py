@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atma_eval.models.atma import Atma
+from atma_eval.models.config import AtmaConfig
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
@@ -28,3 +31,33 @@ def golden_case(name: str):
     others = {k: t for k, t in tensors.items() if k.startswith(NOT_WEIGHTS)}
     weights = {k: t.float() for k, t in tensors.items() if k not in others}
     return notes["config"], notes["case"], weights, others
+
+
+TINY = {
+    "vocab_size": 257,
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "head_dim": 8,
+    "attn_type": "polar",
+    "attn_window": None,
+    "mem_enabled": True,
+    "attn_kernel_size": 4,
+    "conv_kernel_size": 3,
+    "mem_gamma_bias": 3.9,
+    "mem_beta_bias": 0.0,
+    "training_length": 128,
+    "tokenizer": "byte",
+}
+
+
+def tiny_model(**changes):
+    """A random byte model of 4 layers, with fields of its config changed."""
+    return Atma(AtmaConfig.from_dict({**TINY, **changes})).init_weights(0).eval()
+
+
+@pytest.fixture
+def tiny_name(tmp_path):
+    """The ``--model`` value of such a model."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return f"random:{path}"

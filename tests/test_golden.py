@@ -110,7 +110,11 @@ def test_bf16_path():
 
 
 def polar_case(tag):
-    t = {k.removeprefix(f"{tag}."): v for k, v in load_file(GOLDEN / "op_polar.safetensors").items() if k.startswith(f"{tag}.")}
+    t = {
+        k.removeprefix(f"{tag}."): v
+        for k, v in load_file(GOLDEN / "op_polar.safetensors").items()
+        if k.startswith(f"{tag}.")
+    }
     notes = json.loads((GOLDEN / "op_polar.json").read_text())[tag]
     parameters = PolarParameters(*(t[name] for name in PolarParameters._fields))
     num_visible = int(t["n_keys"].max()) if notes["window"] is None else None
@@ -156,7 +160,11 @@ DELTA_TAGS = sorted(json.loads((GOLDEN / "op_delta.json").read_text())) if GOLDE
 @pytest.mark.parametrize("tag", DELTA_TAGS)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 200, None])
 def test_delta_operation(tag, chunk):
-    t = {k.removeprefix(f"{tag}."): v for k, v in load_file(GOLDEN / "op_delta.safetensors").items() if k.startswith(f"{tag}.")}
+    t = {
+        k.removeprefix(f"{tag}."): v
+        for k, v in load_file(GOLDEN / "op_delta.safetensors").items()
+        if k.startswith(f"{tag}.")
+    }
     inputs = [t[name].transpose(1, 2) for name in ("q", "k", "v", "gamma_logit", "beta_logit")]
     state = t["state_initial"].mT if "state_initial" in t else None
     if chunk is None:

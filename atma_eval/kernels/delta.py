@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atma_eval.kernels.tiles import LOG2_E
 
-SEGMENT = 2048  # tokens whose intermediate products are held at once
+SEGMENT = 1024  # tokens whose intermediate products are held at once
 L2_FLOOR = 1e-12  # a floor on the norm, not added inside the root
 
 
@@ -48,14 +48,17 @@ def gated_delta(
     Returns:
         Readout ``[B, T, H, V]`` and the state after the last token, ``[B, H, K, V]``, both in fp32 (or fp64).
     """
+    num_tokens = q.shape[1]
     size = chunk * max(1, SEGMENT // chunk)
-    readouts = []
-    for start in range(0, q.shape[1], size):
-        segment = (x[:, start : start + size] for x in (q, k, v, gamma_logit, beta_logit))
-        readout, state = _segment(*segment, state, chunk)
-        readouts.append(readout)
+    if num_tokens <= size:
+        return _segment(q, k, v, gamma_logit, beta_logit, state, chunk)
+    readout = v.new_empty(v.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+    for start in range(0, num_tokens, size):
+        part = slice(start, start + size)
+        inputs = (q[:, part], k[:, part], v[:, part], gamma_logit[:, part], beta_logit[:, part])
+        readout[:, part], state = _segment(*inputs, state, chunk)
     assert state is not None
-    return readouts[0] if len(readouts) == 1 else torch.cat(readouts, dim=1), state
+    return readout, state
 
 
 def _segment(

@@ -1,8 +1,8 @@
 """Causal softmax attention over a paged past (spec: architecture, section 4).
 
 The past and the causal block of the new tokens are computed apart by the stock flash kernel and merged by
-log-sum-exp; a window is walked in short bands of queries. Where the stock kernel does not serve (another
-device or type), the tiled pass of `tiles` does.
+log-sum-exp. Where the stock kernel does not serve (a window, which it can take only as a dense mask; another
+device; values of another width), the tiled pass of `tiles` does, and costs the same per visible key.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from atma_eval.kernels.polar import visible_keys
 from atma_eval.kernels.tiles import LOG2_E, KVRun, run_statistics
-
-BAND_QUERIES = 256
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: object) -> tuple[Tensor, Tensor]:
@@ -61,18 +59,9 @@ def _one_stream(
     q: Tensor, k: Tensor, v: Tensor, runs: list[KVRun], scale: float, offset: int, window: int | None
 ) -> Tensor:
     num_queries, num_new = q.shape[2], k.shape[1]
-    first_query = offset + num_new - num_queries
-    if q.device.type != "cpu" or k.shape[-1] != v.shape[-1]:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        runs = [*runs, (k[0], v[0])]
-        first_key = offset + num_new - sum(run[0].shape[0] for run in runs)
-        scaled = q[0].to(dtype) * (scale * LOG2_E)
-        stats = run_statistics(
-            scaled, runs, first_query=first_query, first_key=first_key, window=window, with_squares=False
-        )
-        return (stats.S / stats.L[..., None]).to(q.dtype)[None]
-    if window is not None:
-        return _windowed(q, k, v, runs, scale, offset, window)
+    windowed = window is not None and window < offset + num_new
+    if windowed or q.device.type != "cpu" or k.shape[-1] != v.shape[-1]:
+        return _tiled(q, k, v, runs, scale, offset, window)
     if num_queries < num_new:
         # Queries of the last tokens only: the earlier new tokens are a past like any other.
         split = num_new - num_queries
@@ -86,36 +75,19 @@ def _one_stream(
     return out.to(dtype)
 
 
-def _windowed(
-    q: Tensor, k: Tensor, v: Tensor, runs: list[KVRun], scale: float, offset: int, window: int
-) -> Tensor:
-    """Bands of queries against the keys they can see: ``window + band`` keys at a time, never ``T x T``."""
-    num_queries = q.shape[2]
-    last = offset + k.shape[1]
-    first_query = last - num_queries
-    first_key = max(0, first_query - window + 1)
-    keys, values, have = [k[0]], [v[0]], offset
-    for run_k, run_v in reversed(runs):  # only the part of the past that the oldest query reaches
-        if have <= first_key:
-            break
-        need = min(run_k.shape[0], have - first_key)
-        keys.insert(0, run_k[run_k.shape[0] - need :])
-        values.insert(0, run_v[run_v.shape[0] - need :])
-        have -= need
-    all_k, all_v = torch.cat(keys)[None], torch.cat(values)[None]
-    masks: dict[tuple[int, int], Tensor] = {}
-    bands = []
-    for start in range(first_query, last, BAND_QUERIES):
-        stop = min(start + BAND_QUERIES, last)
-        lo = max(0, start - window + 1)
-        shape = (stop - start, stop - lo)
-        if shape not in masks:
-            allowed = visible_keys(*shape, window, q.device)
-            masks[shape] = torch.zeros(shape, dtype=q.dtype).masked_fill_(~allowed, -torch.inf)
-        band = q[:, :, start - first_query : stop - first_query]
-        part = slice(lo - have, stop - have)
-        bands.append(_flash(band, all_k[:, part], all_v[:, part], scale, attn_mask=masks[shape])[0])
-    return torch.cat(bands, dim=2)
+def _tiled(q: Tensor, k: Tensor, v: Tensor, runs: list[KVRun], scale: float, offset: int, window: int | None) -> Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    runs = [*runs, (k[0], v[0])]
+    end = offset + k.shape[1]
+    stats = run_statistics(
+        q[0].to(dtype) * (scale * LOG2_E),
+        runs,
+        first_query=end - q.shape[2],
+        first_key=end - sum(run[0].shape[0] for run in runs),
+        window=window,
+        with_squares=False,
+    )
+    return (stats.S / stats.L[..., None]).to(q.dtype)[None]
 
 
 def softmax_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:

@@ -93,7 +93,7 @@ class ShortConvMixer(nn.Module):
         self.conv = DepthwiseConv(width, config.conv_kernel_size)
         self.out_proj = nn.Linear(width, width)
 
-    def init_state(self) -> LayerState:
+    def init_state(self, batch_size: int, num_pages: int) -> LayerState:
         return LayerState(convs={"conv": ConvState()})
 
     def forward(self, x: Tensor, state: LayerState | None) -> Tensor:
@@ -114,7 +114,7 @@ class GatedDeltaMemory(nn.Module):
         self.proj = nn.Linear(heads * config.head_dim, width)
 
     def forward(self, n: Tensor, q: Tensor, k: Tensor, v: Tensor, state: LayerState | None, last: int) -> Tensor:
-        """``n`` ``[B, T, C]``; ``q`` ``[B, T, H, d]``; ``k``, ``v`` ``[B, T, G, d]``; output of the last ``last`` tokens."""
+        """Output of the last ``last`` tokens; ``n`` ``[B, T, C]``, ``q`` ``[B, T, H, d]``, ``k`` and ``v`` ``[B, T, G, d]``."""
         group = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
         # Gate logits are formed in the activation type and raised before the constant is added.
@@ -285,8 +285,8 @@ class Atma(nn.Module):
         num_pages = batch_size * -(-capacity // PAGE_SIZE)
         layers = []
         for block in self.blocks:
-            mixer = block.attn
-            layers.append(mixer.init_state(batch_size, num_pages) if isinstance(mixer, GlobalMixer) else mixer.init_state())
+            assert isinstance(block, Block)
+            layers.append(block.attn.init_state(batch_size, num_pages))
         return LayerStates(layers)
 
     def state_bytes(self, num_tokens: int) -> int:

@@ -7,6 +7,7 @@ nothing reads are accepted and ignored; fields whose default would change result
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,14 +89,24 @@ class AtmaConfig:
 
     def _check(self, source: str) -> None:
         if self.attn_type not in CORES:
-            raise UserError(f"{source}: attn_type {self.attn_type!r} is not supported", did_you_mean(self.attn_type, CORES))
+            raise UserError(
+                f"{source}: attn_type {self.attn_type!r} is not supported", did_you_mean(str(self.attn_type), CORES)
+            )
         counts = ("vocab_size", "num_hidden_layers", "hidden_size", "head_dim", "attn_kernel_size", "conv_kernel_size")
         for name in (*counts, "mem_chunk", "attn_window", "training_length"):
             value = getattr(self, name)
             optional = name in ("attn_window", "training_length")
             if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
                 continue
-            raise UserError(f"{source}: {name} is {value!r}", f"allowed: a whole number of at least 1{' or null' * optional}")
+            raise UserError(
+                f"{source}: {name} is {value!r}", f"allowed: a whole number of at least 1{' or null' * optional}"
+            )
+        for name in ("mem_gamma_bias", "mem_beta_bias"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+                raise UserError(f"{source}: {name} is {value!r}", "allowed: a finite number")
+        if not isinstance(self.tokenizer, str | None):
+            raise UserError(f"{source}: tokenizer is {self.tokenizer!r}", "allowed: byte, gpt2, a path, or null")
         if not isinstance(self.mem_enabled, bool):
             raise UserError(f"{source}: mem_enabled is {self.mem_enabled!r}", "allowed: true or false")
         if self.num_heads * self.head_dim != self.hidden_size or self.num_heads % KV_GROUP:
@@ -103,6 +114,8 @@ class AtmaConfig:
                 f"{source}: hidden_size {self.hidden_size} and head_dim {self.head_dim} give {self.num_heads} heads",
                 f"heads must fill hidden_size and come in groups of {KV_GROUP}",
             )
+        if self.attn_type == "rope" and self.head_dim % 2:
+            raise UserError(f"{source}: head_dim is {self.head_dim}", "rope turns pairs of channels: allowed are even numbers")
         if self.attn_type == "none" and not self.mem_enabled:
             raise UserError(f"{source}: attn_type none without memory has nothing global", "set mem_enabled to true")
 

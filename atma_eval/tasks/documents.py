@@ -6,7 +6,7 @@ import numpy as np
 
 from atma_eval.errors import UserError
 from atma_eval.tasks.base import TaskText
-from atma_eval.text import TextSource
+from atma_eval.text import Document, TextSource
 from atma_eval.tokenizer import Tokenizer
 
 
@@ -17,18 +17,18 @@ def select_documents(
 
     With ``repeat`` a document that is too short is repeated until it is long enough; its rows say so.
     """
-    chosen, all_ids, all_bytes, longest, repeated = [], [], [], 0, False
+    chosen, all_ids, all_bytes, skipped, repeated = [], [], [], [], False
     for document in source.documents:
         if wanted is not None and len(chosen) == wanted:
             break
         # A token covers at least a byte but for rare special cases, so a document of fewer bytes cannot do.
         if not repeat and len(document.data) < required and len(source.documents) > 1:
-            longest = max(longest, len(document.data)) if tokenizer.name == "byte" else longest
+            skipped.append(document)
             continue
         ids, num_bytes = tokenizer.encode_with_bytes(document.text)
-        longest = max(longest, len(ids))
         if len(ids) < required:
-            if not repeat:
+            if not repeat or not len(ids):
+                skipped.append(document)
                 continue
             times = -(-required // len(ids))
             ids, num_bytes, repeated = np.tile(ids, times), np.tile(num_bytes, times), True
@@ -36,6 +36,7 @@ def select_documents(
         all_ids.append(ids[:required])
         all_bytes.append(num_bytes[:required])
     if not chosen:
+        longest = max(len(tokenizer.encode(document.text)) for document in skipped) if skipped else 0
         raise UserError(
             f"{what} needs a document of {required:,} tokens; the longest in {source.name} has {longest:,}",
             "ask for shorter --lengths, give a longer --text, or allow repetition with --repeat",

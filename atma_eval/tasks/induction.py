@@ -115,7 +115,9 @@ class Induction:
     def minimum_length(self, tokenizer: Tokenizer) -> int:
         """The shortest gap allowed: cue and value of the longest needle."""
         highest = 10**self.key_digits - 1
-        return len(tokenizer.encode(self.cue.format(key=highest))) + len(tokenizer.encode(self._value([9] * self.num_digits)))
+        return len(tokenizer.encode(self.cue.format(key=highest))) + len(
+            tokenizer.encode(self._value([9] * self.num_digits))
+        )
 
     def required_tokens(self) -> int:
         # the absent control replaces the needle by text, which takes a little more of the document
@@ -164,7 +166,14 @@ class Induction:
             ]
 
     def _sample(
-        self, tokenizer: Tokenizer, parts: list[Any], value: np.ndarray, length: int, trial: int, control: str, text: TaskText
+        self,
+        tokenizer: Tokenizer,
+        parts: list[Any],
+        value: np.ndarray,
+        length: int,
+        trial: int,
+        control: str,
+        text: TaskText,
     ) -> Sample:
         index = trial % len(text.documents)
         context = np.concatenate([[tokenizer.start_id], *parts]).astype(np.int32)
@@ -208,7 +217,13 @@ class Induction:
         planted = len(cue) + len(value) + len(tokenizer.encode(self.end))
         return [  # as long as the trial itself: the needle is replaced by text
             self._sample(
-                tokenizer, [self._gap(tokenizer, text, trial, length + planted), cue], value, length, trial, "absent", text
+                tokenizer,
+                [self._gap(tokenizer, text, trial, length + planted), cue],
+                value,
+                length,
+                trial,
+                "absent",
+                text,
             )
             for length in self.lengths
         ]

@@ -1,0 +1,1 @@
+"""Training of the demonstration checkpoints: data, the loop, a trigram to be beaten, and the model card."""

@@ -1,0 +1,264 @@
+"""Runs survive interruption at any point, grow, and refuse what would not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY
+
+from atma_eval import runner
+from atma_eval.errors import UserError
+from atma_eval.records import FIELDS, VOLATILE_FIELDS, RunDirectory, read_curves, read_rows
+from atma_eval.spec import ModelSpec, RunSpec, TaskSpec, build_task, load_preset
+
+
+def request(
+    out, model, *, lengths=(100, 200, 400), trials=4, docs=2, seed=None, text="stdlib", models=None, window="train"
+):
+    niah = build_task(load_preset("induction"), lengths=lengths, trials=trials, docs=docs, seed=seed)
+    loss = build_task(load_preset("perplexity"), lengths=lengths, docs=docs, seed=seed)
+    return RunSpec(
+        models=tuple(ModelSpec(name=name) for name in models or [model]),
+        tasks=tuple(TaskSpec(task=task, text=text, window=window) for task in (niah, loss)),
+        out=out,
+    )
+
+
+def run(spec, on_row=lambda row: None):
+    with RunDirectory(spec.out) as directory:
+        return runner.run(spec, runner.prepare(spec), runner.Events(on_row=on_row), directory)
+
+
+def stable(rows):
+    """Rows by key, without what may differ between a run and its resumption."""
+    return {row["key"]: {k: v for k, v in row.items() if k not in VOLATILE_FIELDS} for row in rows}
+
+
+def on_disk(out):
+    rows, _ = read_rows(out / "records.jsonl")
+    return rows
+
+
+@pytest.fixture
+def finished(tmp_path, tiny_name):
+    spec = request(tmp_path / "whole", tiny_name)
+    run(spec)
+    return spec, stable(on_disk(spec.out)), read_curves(spec.out / "curves.npz")
+
+
+def test_rows_are_complete_and_flat(finished):
+    _, rows, curves = finished
+    assert len(rows) == 3 * 4 * 3 + 3 * 2  # lengths x trials x (task, format, absent), and lengths x documents
+    for row in rows.values():
+        assert set(row) == set(FIELDS) - set(VOLATILE_FIELDS)
+        assert row["status"] == "ok"
+        if row["task"] == "induction":
+            assert row["num_targets"] == 5 == len(row["nll"]) == len(row["target_ids"]) == len(row["predicted_ids"])
+            assert row["context_tokens"] == 1 + 12 + row["length"] + 6  # start, needle, gap, cue
+            assert row["nll_sum"] == pytest.approx(sum(row["nll"]), rel=1e-5)
+        else:
+            assert row["num_targets"] == row["length"] == row["num_bytes"]
+            assert row["target_ids"] is row["nll"] is row["exact"] is None
+            sums, counts = curves[row["key"]]
+            assert counts.sum() == row["length"]
+            assert sums.sum() == pytest.approx(row["nll_sum"])
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 5, 12, 25, 37, 40])
+def test_interrupted_anywhere_then_continued(tmp_path, tiny_name, finished, stop_at):
+    spec = dataclasses.replace(finished[0], out=tmp_path / "broken")
+    seen = []
+
+    def interrupt(row):
+        seen.append(row)
+        if len(seen) == stop_at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(spec, interrupt)
+    assert len(on_disk(spec.out)) == stop_at
+    result = run(spec)
+    assert result.num_new == len(finished[1]) - stop_at
+    assert stable(on_disk(spec.out)) == finished[1]
+    curves = read_curves(spec.out / "curves.npz")
+    assert curves.keys() == finished[2].keys()
+    for key, (sums, _) in curves.items():
+        np.testing.assert_array_equal(sums, finished[2][key][0])
+    assert run(spec).num_new == 0
+
+
+def test_killed_and_repeated_from_the_command_line(tmp_path):
+    """kill -9 three times, in the middle of rows as they come; in the end the rows are those of an unbroken run."""
+    config = tmp_path / "tiny.json"
+    config.write_text(json.dumps({**TINY, "num_hidden_layers": 8}))
+
+    def command(out):
+        options = ["--lengths", "500,1000,2000", "--trials", "4", "--docs", "2", "-o", str(out)]
+        return [sys.executable, "-m", "atma_eval", "niah", "-m", f"random:{config}", *options]
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command(tmp_path / "whole"), env=environment, check=True, capture_output=True)
+    whole = stable(on_disk(tmp_path / "whole"))
+    records = tmp_path / "killed" / "records.jsonl"
+    for enough in (1, 9, 20):
+        process = subprocess.Popen(
+            command(records.parent), env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        while process.poll() is None and (not records.exists() or records.read_bytes().count(b"\n") < enough):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with records.open("ab") as file:  # as if the kill had come inside a write
+            file.write('{"schema": 1, "key": "torn é'.encode()[:-1])
+    done = subprocess.run(command(records.parent), env=environment, check=True, capture_output=True, text=True)
+    assert "repaired" in done.stderr
+    assert stable(on_disk(records.parent)) == whole
+
+
+def test_models_lengths_and_trials_may_be_added(tmp_path, tiny_name):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({**TINY, "attn_type": "nope"}))
+    out = tmp_path / "run"
+    run(request(out, tiny_name))
+    before = stable(on_disk(out))
+    result = run(request(out, tiny_name, lengths=(100, 300, 400), trials=6, models=[tiny_name, f"random:{other}"]))
+    after = stable(on_disk(out))
+    assert {key: after[key] for key in before} == before
+    assert len(result.rows) == 2 * (3 * 6 * 3 + 3 * 2)
+    assert {row["model"] for row in result.rows} == {"random:tiny", "random:other"}
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["tasks"]["random:tiny"]["induction"]["lengths"] == [100, 200, 300, 400]
+    assert len(manifest["invocations"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"seed": 5}, "seed"), ({"window": 64}, "window"), ({"docs": 3}, "documents"), ({"text": "other"}, "text")],
+)
+def test_a_repeat_that_resolves_differently_is_refused(tmp_path, tiny_name, change, named):
+    out = tmp_path / "run"
+    run(request(out, tiny_name))
+    if change.get("text"):
+        path = tmp_path / "other.txt"
+        path.write_text("some words over and over, " * 100)
+        change = {"text": str(path), "docs": 1}
+    before = (out / "records.jsonl").read_bytes(), (out / "manifest.json").read_bytes()
+    with pytest.raises(UserError, match=named):
+        run(request(out, tiny_name, **change))
+    assert before == ((out / "records.jsonl").read_bytes(), (out / "manifest.json").read_bytes())
+
+
+def test_a_model_that_changed_under_its_name_is_refused(tmp_path, tiny_name):
+    out = tmp_path / "run"
+    run(request(out, tiny_name))
+    (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "num_hidden_layers": 3}))
+    with pytest.raises(UserError, match=r"fingerprint of model random:tiny"):
+        run(request(out, tiny_name))
+
+
+def test_trials_are_the_same_at_every_length_and_model(finished):
+    by_trial = {}
+    for row in finished[1].values():
+        if row["task"] == "induction" and row["control"] != "format":
+            by_trial.setdefault(row["trial"], set()).add((tuple(row["target_ids"]), row["text_id"]))
+    assert all(len(values) == 1 for values in by_trial.values())
+    assert len({next(iter(v)) for v in by_trial.values()}) == len(by_trial)
+
+
+def test_nan_becomes_rows_and_the_run_goes_on(tmp_path, tiny_name, monkeypatch):
+    load = runner.load_model
+
+    def broken(source, window):
+        loaded = load(source, window)
+        forward = loaded.model.forward
+
+        def failing(tokens, state=None, last=None):
+            hidden = forward(tokens, state, last)
+            return hidden * float("nan") if state.length > 250 else hidden
+
+        loaded.model.forward = failing
+        return loaded
+
+    monkeypatch.setattr(runner, "load_model", broken)
+    result = run(request(tmp_path / "run", tiny_name))
+    by_length = {row["length"]: set() for row in result.rows}
+    for row in result.rows:
+        by_length[row["length"]].add(row["status"])
+    assert by_length == {100: {"ok"}, 200: {"ok"}, 400: {"nan"}}
+    text = (tmp_path / "run" / "records.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert len(result.failed) == 4 * 3 + 2
+
+
+def test_damage_is_named_and_a_second_writer_is_refused(tmp_path, finished):
+    out = finished[0].out
+    with RunDirectory(out), pytest.raises(UserError, match="another atma-eval"):
+        RunDirectory(out)
+    records = out / "records.jsonl"
+    lines = records.read_bytes().splitlines(keepends=True)
+    records.write_bytes(b"".join([*lines[:3], b'{"key": NaN}\n', *lines[3:]]))
+    with pytest.raises(UserError, match=r"records\.jsonl, line 4"):
+        RunDirectory(out)
+    records.write_bytes(b"".join([*lines, lines[0]]))
+    with pytest.raises(UserError, match=r"stands on line 1 already"):
+        RunDirectory(out)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 40])
+def test_a_torn_last_line_is_cut_off(finished, cut):
+    spec, rows, _ = finished
+    records = spec.out / "records.jsonl"
+    records.write_bytes(records.read_bytes()[:-cut])
+    messages = []
+    with RunDirectory(spec.out) as directory:
+        assert directory.torn_bytes > 0
+        runner.run(spec, runner.prepare(spec), runner.Events(on_message=messages.append), directory)
+    assert "repaired" in messages[0]
+    assert stable(on_disk(spec.out)) == rows
+
+
+def test_records_load_elsewhere(finished):
+    import datasets
+    import pandas
+
+    path = finished[0].out / "records.jsonl"
+    frame = pandas.read_json(path, lines=True)
+    assert len(frame) == len(finished[1])
+    assert list(frame.columns) == FIELDS
+    loaded = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(path.parent / "cache"))
+    assert loaded.num_rows == len(finished[1])
+
+
+def test_twenty_thousand_rows_open_quickly(tmp_path, finished):
+    spec, _, _ = finished
+    template = on_disk(spec.out)[0]
+    with (spec.out / "records.jsonl").open("a") as file:
+        for i in range(20_000):
+            file.write(json.dumps({**template, "key": f"filler/{i}"}) + "\n")
+    started = time.perf_counter()
+    with RunDirectory(spec.out) as directory:
+        assert len(directory.rows) > 20_000
+    assert time.perf_counter() - started < 2
+
+
+def test_rows_do_not_depend_on_threads(tmp_path, tiny_name):
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            results.append(run(request(tmp_path / f"run{threads}", tiny_name, trials=1, docs=1)).rows)
+        finally:
+            torch.set_num_threads(1)
+    for one, two in zip(*results, strict=True):
+        assert one["key"] == two["key"]
+        assert one["nll_sum"] == pytest.approx(two["nll_sum"], abs=1e-4)
