@@ -149,10 +149,14 @@ def load_model(source: ModelSource, window: str | int) -> LoadedModel:
     trained = source.config.attn_window
     applied = trained if window == "train" else None if window == "full" else int(window)
     config = dataclasses.replace(source.config, attn_window=applied)
-    with torch.device("meta"):
-        model = Atma(config)
+    try:
+        with torch.device("meta"):
+            model = Atma(config)
+        if source.weights is None:
+            model = model.to_empty(device="cpu").init_weights(RANDOM_SEED)
+    except (MemoryError, RuntimeError) as error:
+        raise UserError(f"cannot build the model of {source.path}: {_first_line(error)}", "is it too large?") from None
     if source.weights is None:
-        model = model.to_empty(device="cpu").init_weights(RANDOM_SEED)
         described = json.dumps([dataclasses.asdict(source.config), RANDOM_SEED], sort_keys=True)
         fingerprint = "random-" + hashlib.sha256(described.encode()).hexdigest()[:32]
     else:
@@ -223,15 +227,18 @@ def _read_pickle(path: Path) -> dict[Any, Any]:
     try:
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises several kinds for damaged or unsafe pickles
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{path} cannot be read with the weights-only loader: {reason}", "is the file complete?"
+            f"{path} cannot be read with the weights-only loader: {_first_line(error)}", "is the file complete?"
         ) from None
     if isinstance(values, dict) and isinstance(values.get("model"), dict):
         values = values["model"]
     if not isinstance(values, dict) or not all(isinstance(v, torch.Tensor) for v in values.values()):
         raise UserError(f"{path} holds no state dict", "expected name -> tensor, or that under the key model")
     return values
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _strip_prefixes(key: str) -> str:
@@ -246,8 +253,8 @@ def _refuse_restart_file(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             member = next(n for n in archive.namelist() if n.endswith("data.pkl"))
             strings = {arg for _, arg, _ in pickletools.genops(archive.read(member)) if isinstance(arg, str)}
-    except (zipfile.BadZipFile, StopIteration, ValueError, OSError, EOFError):
-        return  # the loader says what is wrong with it
+    except Exception:  # no zip, or a damaged one, which raises a dozen kinds: the loader says what is wrong
+        return
     if "optimizers" in strings or any("attn.base." in s for s in strings):
         raise UserError(f"{path} cannot be evaluated", FOVEAL_HINT)
 
@@ -266,6 +273,11 @@ def _check_keys(weights: dict[str, Any], expected: dict[str, Any], path: Path) -
         for key, shape in expected.items()
         if key in weights and weights[key].shape != shape
     }
+    coded = {
+        f"{key} is {weights[key].dtype}" for key in expected if key in weights and not weights[key].is_floating_point()
+    }
+    if coded:
+        faults.append(f"{len(coded)} not of floating point: {_listing(coded)}")
     if wrong:
         faults.append(f"{len(wrong)} of another shape: {_listing(wrong)}")
     if faults:

@@ -298,19 +298,19 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
     if dry_run:
         _show_plan(runner.prepare(spec), as_json)
         return
-    with RunDirectory(spec.out) as directory:  # first of all: a folder that cannot be written costs no work
-        cells = runner.prepare(spec)
-        chance = {t.task.name: t.task.chance for t in spec.tasks if hasattr(t.task, "chance")}
-        console = _stdout()
-        total = sum(cell.account.computed_tokens for cell in cells)
-        progress = RunProgress(total, chance, live=console.is_terminal and not (as_json or quiet), quiet=quiet)
-        events = runner.Events(on_message=progress.message, on_row=progress.row, on_tokens=progress.tokens)
-        try:
-            with progress:
+    chance = {t.task.name: t.task.chance for t in spec.tasks if hasattr(t.task, "chance")}
+    console = _stdout()
+    try:
+        with RunDirectory(spec.out) as directory:  # first of all: a folder that cannot be written costs no work
+            cells = runner.prepare(spec)
+            total = sum(cell.account.computed_tokens for cell in cells)
+            live = console.is_terminal and not (as_json or quiet)
+            with RunProgress(total, chance, live=live, quiet=quiet) as progress:
+                events = runner.Events(on_message=progress.message, on_row=progress.row, on_tokens=progress.tokens)
                 result = runner.run(spec, cells, events, directory)
-        except KeyboardInterrupt:
-            _note(f"interrupted; {len(directory.rows)} rows are in {spec.out}. The same command continues.")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+    except KeyboardInterrupt:
+        _note(f"interrupted; finished rows are in {spec.out}, and the same command continues")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     cells_summary = summary(result.rows, result.curves)
     if as_json:
         typer.echo(

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from atma_eval.report import summary, tables
 
 LINE_EVERY_S = 15.0
+VIEW_EVERY_S = 1.0  # estimates cost more than a frame of the display
 
 
 class RunProgress:
@@ -41,7 +42,9 @@ class RunProgress:
                 console=self._console,
             )
             self._task = self._bar.add_task("", total=total_tokens, left="")
-            self._live = Live(self._view(), console=self._console, refresh_per_second=4, transient=True)
+            self._seen = (0, 0.0)
+            self._table: Any = ""
+            self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> RunProgress:
         if self._live is not None:
@@ -59,9 +62,7 @@ class RunProgress:
     def row(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
         self._fresh = True
-        if self._live is not None:
-            self._live.update(self._view())
-        else:
+        if self._live is None:
             self._line()
 
     def tokens(self, count: int) -> None:
@@ -72,7 +73,6 @@ class RunProgress:
         self._fresh = False
         if self._live is not None:
             self._bar.update(self._task, completed=self._tokens, left=self._left())
-            self._live.update(self._view())
         else:
             self._line()
 
@@ -84,15 +84,38 @@ class RunProgress:
         return f"{seconds // 60:.0f}:{seconds % 60:02.0f} left"
 
     def _line(self) -> None:
+        """At the first row, then now and then, and at the end: how far the run is, and the figure that moved last."""
         now = time.monotonic()
-        if self._quiet or (now - self._last_line < LINE_EVERY_S and self._tokens < self._total):
+        due = len(self._rows) == 1 or now - self._last_line >= LINE_EVERY_S or self._tokens >= self._total
+        if self._quiet or not due:
             return
         self._last_line = now
         share = 100 * self._tokens / self._total if self._total else 100
-        text = f"{share:3.0f} %, {len(self._rows)} rows, {now - self._started:.0f} s elapsed"
+        parts = [f"{share:3.0f} %", f"{len(self._rows)} rows", f"{now - self._started:.0f} s"]
         left = self._left()
-        self._console.print(text + (f", {left}" if left and self._tokens < self._total else ""), highlight=False)
+        if left and self._tokens < self._total:
+            parts.append(left)
+        self._console.print(", ".join(parts) + self._latest(), highlight=False)
+
+    def _latest(self) -> str:
+        """The headline figure of the cell that the last row of a task itself belongs to."""
+        same = ("model", "task", "length", "control")
+        last = next((row for row in reversed(self._rows) if row["control"] == "none" and row["status"] == "ok"), None)
+        if last is None:
+            return ""
+        rows = [r for r in self._rows if r["status"] == "ok" and all(r[name] == last[name] for name in same)]
+        metric = "exact" if last["gap"] is not None else "nll"
+        estimate = summary(rows)[0][metric]
+        return (
+            f"; {last['model']}, {last['task']} at {last['length']:,}: {metric} {estimate['mean']:.3f} (n {len(rows)})"
+        )
 
     def _view(self) -> Group:
-        parts: list[Any] = [tables(summary(self._rows), self._chance)] if self._rows else []
-        return Group(*parts, self._bar)
+        """The model and task under way, and the bar."""
+        now = time.monotonic()
+        if self._rows and len(self._rows) != self._seen[0] and now - self._seen[1] >= VIEW_EVERY_S:
+            last = self._rows[-1]
+            mine = [r for r in self._rows if (r["model"], r["task"]) == (last["model"], last["task"])]
+            self._table = tables(summary(mine), self._chance)
+            self._seen = (len(self._rows), now)
+        return Group(self._table, self._bar)

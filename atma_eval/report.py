@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from atma_eval.stats import Estimate, bootstrap_mean, clustered_mean, wilson
+from atma_eval.stats import Estimate, clustered_mean, clustered_share, wilson
 
 Row = dict[str, Any]
 COLUMNS_PER_TABLE = 6  # lengths side by side that fit 100 columns
@@ -31,17 +31,14 @@ def _proportion(rows: list[Row], name: str) -> Estimate:
     return wilson(sum(bool(row[name]) for row in rows), len(rows))
 
 
-def _mean(rows: list[Row], values: list[float]) -> Estimate:
-    return bootstrap_mean(values, [row["text_id"] for row in rows])
-
-
 def retrieval_estimates(rows: list[Row]) -> dict[str, Estimate]:
     """Every metric of ok rows of one cell and control: trials are the unit, documents the clusters."""
+    documents = [row["text_id"] for row in rows]
     return {
         "exact": _proportion(rows, "exact"),
         "first_token": _proportion(rows, "first_token_correct"),
-        "token_accuracy": _mean(rows, [row["token_accuracy"] for row in rows]),
-        "nll": _mean(rows, [row["nll_sum"] / row["num_targets"] for row in rows]),
+        "token_accuracy": clustered_share([row["token_accuracy"] for row in rows], documents),
+        "nll": clustered_mean([row["nll_sum"] / row["num_targets"] for row in rows], documents),
     }
 
 
@@ -166,7 +163,7 @@ def tables(cells: list[dict[str, Any]], chance: dict[str, dict[str, float]] | No
         starts = range(0, len(lengths), COLUMNS_PER_TABLE)
         parts += [_table(model, task, mine, lengths[start : start + COLUMNS_PER_TABLE]) for start in starts]
         if mine[0]["retrieval"]:
-            line = "95 % intervals: Wilson over trials for exact and first token, else bootstrap over documents."
+            line = "95 % intervals: Wilson over trials for exact and first token, else t over documents."
             guess = (chance or {}).get(task)
             if guess:
                 line += f" Chance: exact {guess['exact']:g}, first token {guess['first_token']:g}."

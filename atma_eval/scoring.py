@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -27,6 +30,24 @@ def _read_tokens(path: Path, vocab_size: int) -> np.ndarray:
     return values.astype(np.int64)
 
 
+@contextmanager
+def _replacement(out: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of ``out`` when it is complete; an earlier result stays until then."""
+    partial = out.with_name(out.name + ".partial")
+    try:
+        if out.is_dir():
+            raise UserError(f"cannot write {out}: it is a folder")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            yield file
+        partial.replace(out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
 def score_file(
     spec: ModelSpec, out: Path, *, text: Path | None, tokens: Path | None, chunk: int | None, window: str | int
 ) -> str:
@@ -46,18 +67,12 @@ def score_file(
         sequence = np.concatenate([[source.tokenizer.start_id], ids]).astype(np.int64)
     if len(sequence) < 2:
         raise UserError(f"{text or tokens} gives {len(sequence)} tokens; at least 2 are needed to score one")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("ab"):
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from None
+    with _replacement(out) as file:
+        loaded = load_model(source, window)
+        from atma_eval.session import DEFAULT_CHUNK, Session
 
-    loaded = load_model(source, window)
-    from atma_eval.session import DEFAULT_CHUNK, Session
-
-    session = Session(loaded.model, chunk=chunk or DEFAULT_CHUNK, capacity=len(sequence))
-    session.extend(sequence[:1])
-    scores = session.score(sequence[1:])
-    np.savez(out, tokens=sequence, nll=scores.nll, argmax=scores.argmax)
+        session = Session(loaded.model, chunk=chunk or DEFAULT_CHUNK, capacity=len(sequence))
+        session.extend(sequence[:1])
+        scores = session.score(sequence[1:])
+        np.savez(file, tokens=sequence, nll=scores.nll, argmax=scores.argmax)
     return f"{len(sequence):,} tokens, {scores.nll.mean(dtype=np.float64):.4f} nats per token, in {out}"

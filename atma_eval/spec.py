@@ -241,12 +241,8 @@ def load_suite(name: str, out: Path | None = None) -> RunSpec:
         text, window = str(entry.get("text", "stdlib")), parse_window(entry.get("window", preset.window))
         changes = {key: value for key, value in entry.items() if key in preset.fields}
         specs.append(TaskSpec(task=build_task(preset, **changes), text=text, window=window))
-    tokenizer = values.get("tokenizer")
-    options = {
-        "tokenizer": None if tokenizer is None else str(tokenizer),
-        "dtype": parse_dtype(str(values.get("dtype", "auto"))),
-        "device": str(values.get("device", "auto")),
-    }
+    tokenizer = None if values.get("tokenizer") is None else str(values["tokenizer"])
+    dtype, device = parse_dtype(str(values.get("dtype", "auto"))), str(values.get("device", "auto"))
     return RunSpec(
         models=tuple(ModelSpec(name=str(m), tokenizer=tokenizer, dtype=dtype, device=device) for m in models),
         tasks=tuple(specs),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 Z_95 = 1.959963984540054
-NUM_RESAMPLES = 2000
 
 
 class Estimate(NamedTuple):
@@ -30,15 +30,16 @@ def wilson(successes: int, n: int, z: float = Z_95) -> Estimate:
     return Estimate(p, max(0.0, float(centre - half)), min(1.0, float(centre + half)), n)
 
 
+@functools.cache
 def t_quantile(degrees: int, probability: float = 0.975) -> float:
     """Quantile above the median of Student's t, by bisection on its numerically integrated density."""
-    grid = np.linspace(0.0, 1.0, 20_001)
+    grid = np.linspace(0.0, 1.0, 2001)
 
     def cdf(t: float) -> float:
         # t = tan(angle) sqrt(df): the density becomes cos(angle)^(df - 1), smooth on a finite range
         top = np.arctan(t / np.sqrt(degrees))
-        part = np.trapezoid(np.cos(grid * top) ** (degrees - 1), dx=top / 20_000)
-        whole = np.trapezoid(np.cos(grid * np.pi / 2) ** (degrees - 1), dx=np.pi / 2 / 20_000)
+        part = np.trapezoid(np.cos(grid * top) ** (degrees - 1), dx=top / 2000)
+        whole = np.trapezoid(np.cos(grid * np.pi / 2) ** (degrees - 1), dx=np.pi / 2 / 2000)
         return 0.5 + 0.5 * float(part / whole)
 
     low, high = 0.0, 1e3
@@ -52,14 +53,15 @@ def clustered_mean(values: Sequence[float], clusters: Sequence[str]) -> Estimate
     """Mean of all values, with a t interval that takes values of one cluster (a document) as dependent.
 
     The standard error is that of cluster totals about the mean (linearised), with as many degrees of freedom as
-    clusters less one. One cluster gives no interval.
+    clusters less one; unlike a bootstrap it stays wide when there are few. One cluster, or values that are all equal,
+    give no interval.
     """
     x = np.asarray(values, dtype=np.float64)
     if len(x) == 0:
         return Estimate(None, None, None, 0)
     mean = float(x.mean())
     names, index = np.unique(np.asarray(clusters), return_inverse=True)
-    if len(names) < 2:
+    if len(names) < 2 or np.all(x == x[0]):  # a width of exactly zero would claim certainty
         return Estimate(mean, None, None, len(x))
     totals = np.bincount(index, weights=x - mean)
     error = np.sqrt(len(names) / (len(names) - 1) * np.sum(totals**2)) / len(x)
@@ -67,20 +69,12 @@ def clustered_mean(values: Sequence[float], clusters: Sequence[str]) -> Estimate
     return Estimate(mean, mean - half, mean + half, len(x))
 
 
-def bootstrap_mean(values: Sequence[float], clusters: Sequence[str], seed: int = 0) -> Estimate:
-    """Mean with a percentile bootstrap over clusters (documents): whole clusters are drawn again.
-
-    One cluster gives no interval, and neither do values that are all equal, whose bootstrap would be of zero width.
-    """
+def clustered_share(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
+    """`clustered_mean` of values between 0 and 1; where all are 0 or all are 1, Wilson's interval over the values."""
     x = np.asarray(values, dtype=np.float64)
-    if len(x) == 0:
-        return Estimate(None, None, None, 0)
-    names, index = np.unique(np.asarray(clusters), return_inverse=True)
-    mean = float(x.mean())
-    if len(names) < 2 or np.all(x == x[0]):
-        return Estimate(mean, None, None, len(x))
-    sums, counts = np.bincount(index, weights=x), np.bincount(index)
-    drawn = np.random.default_rng(seed).integers(0, len(names), size=(NUM_RESAMPLES, len(names)))
-    means = sums[drawn].sum(1) / counts[drawn].sum(1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Estimate(mean, float(low), float(high), len(x))
+    if len(x) and np.all(x == x[0]) and x[0] in (0.0, 1.0):
+        return wilson(int(x.sum()), len(x))
+    mean, low, high, n = clustered_mean(values, clusters)
+    if low is None or high is None:
+        return Estimate(mean, None, None, n)
+    return Estimate(mean, max(0.0, low), min(1.0, high), n)

@@ -16,7 +16,7 @@ from atma_eval.kernels.polar import PolarParameters, polar_reference, polar_trai
 from atma_eval.models.atma import Atma
 from atma_eval.models.config import AtmaConfig
 from atma_eval.text import Document, stdlib_held_out, stdlib_training
-from atma_eval.training.card import LOSS_BYTES, measure_loss, measure_recall, wilson
+from atma_eval.training.card import LOSS_BYTES, Measured, Recall, measure_loss, measure_recall, model_card, wilson
 from atma_eval.training.data import DOCUMENT_START, RECORD_BYTES, VALUE_DIGITS, Corpus, draw_batch
 from atma_eval.training.loop import Trainer, read_recipe, recipe_from_dict
 from atma_eval.training.trigram import ByteTrigram
@@ -60,7 +60,8 @@ def test_a_tiny_recipe_learns(tmp_path, corpus):
     lines = []
     trainer.run(on_log=lines.append)
     assert trainer.final["loss"] < first - 1
-    assert lines[-1].startswith("step 30/30  length 96  loss ") and lines[-1].endswith("tokens/s")
+    assert lines[-1].startswith("step 30/30  length 96  loss ")
+    assert lines[-1].endswith("tokens/s")
 
 
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(tmp_path, corpus):
@@ -68,7 +69,8 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(tmp_path, corpus)
     whole.run()
     Trainer(tiny(), corpus, tmp_path / "cut").run(until=13)
     rest = Trainer(tiny(), corpus, tmp_path / "cut")
-    assert rest.resume() and rest.step == 13
+    assert rest.resume()
+    assert rest.step == 13
     rest.run()
     assert rest.step == whole.step == 30
     for name, weight in whole.model.state_dict().items():
@@ -90,16 +92,20 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path, corp
     with pytest.raises(UserError, match="loss is nan at step 5"):
         trainer.run()
     kept = Trainer(tiny(), corpus, tmp_path)
-    assert kept.resume() and kept.step == 5
+    assert kept.resume()
+    assert kept.step == 5
     assert all(weight.isfinite().all() for weight in kept.model.state_dict().values())
 
 
 def test_the_learning_rate_warms_up_and_decays():
     recipe = tiny()
     rates = [recipe.learning_rate_at(step) for step in range(recipe.num_steps)]
-    assert rates[0] == pytest.approx(0.01 / 3) and rates[2:21] == [0.01] * 19
-    assert rates[-1] == pytest.approx(0.001 + 0.009 / 10) and rates[20:] == sorted(rates[20:], reverse=True)
-    assert recipe.stage_at(19).length == 64 and recipe.stage_at(20).length == 96
+    assert rates[0] == pytest.approx(0.01 / 3)
+    assert rates[2:21] == [0.01] * 19
+    assert rates[-1] == pytest.approx(0.001 + 0.009 / 10)
+    assert rates[20:] == sorted(rates[20:], reverse=True)
+    assert recipe.stage_at(19).length == 64
+    assert recipe.stage_at(20).length == 96
     assert recipe.num_tokens == 20 * 256 + 10 * 192
 
 
@@ -111,6 +117,7 @@ def test_the_learning_rate_warms_up_and_decays():
         ({"learning_rate": "1e-3"}, ["learning_rate is '1e-3'", "write 3.0e-3"]),
         ({"model": {"vocab_size": 257, "heads": 4}}, ["heads"]),
         ({"stages": []}, ["stages"]),
+        ({"model": {**yaml.safe_load(TINY)["model"], "training_length": 128}}, ["training_length is 128", "length 96"]),
         ({"stages": [{"length": 64, "tokens_per_step": 100, "steps": 1, "mixture": {"plain": 1}}]}, ["not a multiple"]),
         (
             {"stages": [{"length": 64, "tokens_per_step": 64, "steps": 1, "mixture": {"recods": 1}}]},
@@ -139,7 +146,8 @@ def test_weights_sit_on_the_value_digits_of_queries_alone(kind, corpus):
         assert batch.inputs.shape == batch.targets.shape == (3, length)
         assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
         weights = batch.weights(7.0)
-        assert torch.equal(weights == 7.0, batch.values) and set(weights.unique().tolist()) <= {1.0, 7.0}
+        assert torch.equal(weights == 7.0, batch.values)
+        assert set(weights.unique().tolist()) <= {1.0, 7.0}
         for inputs, targets, values in zip(batch.inputs, batch.targets, batch.values, strict=True):
             tokens = [*inputs.tolist(), targets[-1].item()]
             assert tokens[0] == DOCUMENT_START
@@ -201,7 +209,30 @@ def test_the_trigram_is_a_distribution_and_knows_its_text():
 def test_wilson():
     low, high = wilson(97, 100)
     assert (low, high) == (pytest.approx(0.9155, abs=1e-4), pytest.approx(0.9897, abs=1e-4))
-    assert wilson(0, 10)[0] == pytest.approx(0, abs=1e-12) and wilson(10, 10)[1] == pytest.approx(1)
+    assert wilson(0, 10)[0] == pytest.approx(0, abs=1e-12)
+    assert wilson(10, 10)[1] == pytest.approx(1)
+
+
+def test_the_card_says_what_was_measured(corpus):
+    recipe = tiny()
+    recall = Recall(gap=4096, num_trials=100, num_exact=97, digit_accuracy=0.99)
+    card = model_card(
+        name="tiny",
+        recipe=recipe,
+        recipe_text=TINY,
+        command="python -m atma_eval.training tiny.yaml --out tiny",
+        model=Atma(recipe.model),
+        training=[Document("a", b"spam")],
+        num_held_out=20,
+        measured=Measured(recall=(recall,), loss=1.5, trigram_loss=2.0, loss_bytes=1000),
+        final={"loss": 1.0, "other": 1.2, "values": 0.9, "steps": 10.0},
+        seconds=61.0,
+    )
+    assert card.startswith("# tiny\n")
+    assert "| 4,096 | 42.6667 | 100 | 0.970 | 0.915 to 0.990 | 0.990 |" in card
+    assert "**1.5000 nats per byte** (2.1640 bits), below the 2.0000" in card
+    assert "python -m atma_eval.training tiny.yaml --out tiny" in card
+    assert TINY.rstrip() in card
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +247,9 @@ def demo():
 def test_the_bundled_checkpoint_is_what_its_recipe_says(demo):
     recipe = read_recipe(ROOT / "configs" / "train" / "atma-demo.yaml")
     assert dataclasses.asdict(demo.config) == dataclasses.asdict(recipe.model)
-    assert demo.config.training_length == 2048 and demo.config.attn_type == "polar" and demo.config.mem_enabled
+    assert demo.config.training_length == 2048
+    assert demo.config.attn_type == "polar"
+    assert demo.config.mem_enabled
     assert sum(f.stat().st_size for f in DEMO.iterdir()) <= 4 * 2**20
     inert = [n for n, w in demo.named_parameters() if n.endswith(("in_proj.weight", "out_proj.weight")) and not w.any()]
     assert not inert
@@ -225,7 +258,8 @@ def test_the_bundled_checkpoint_is_what_its_recipe_says(demo):
 @needs_demo
 def test_the_bundled_checkpoint_recalls_over_its_training_length(demo):
     (recall,) = measure_recall(demo, stdlib_held_out(), {2048: 100}, seed=1234)
-    assert recall.num_trials == 100 and recall.exact >= 0.97
+    assert recall.num_trials == 100
+    assert recall.exact >= 0.97
 
 
 @needs_demo

@@ -115,7 +115,7 @@ class AtmaConfig:
                 f"heads must fill hidden_size and come in groups of {KV_GROUP}",
             )
         if self.attn_type == "rope" and self.head_dim % 2:
-            raise UserError(f"{source}: head_dim is {self.head_dim}", "rope turns pairs of channels: allowed are even numbers")
+            raise UserError(f"{source}: head_dim is {self.head_dim}", "allowed for rope: even numbers")
         if self.attn_type == "none" and not self.mem_enabled:
             raise UserError(f"{source}: attn_type none without memory has nothing global", "set mem_enabled to true")
 

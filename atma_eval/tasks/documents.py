@@ -17,7 +17,9 @@ def select_documents(
 
     With ``repeat`` a document that is too short is repeated until it is long enough; its rows say so.
     """
-    chosen, all_ids, all_bytes, skipped, repeated = [], [], [], [], False
+    chosen: list[Document] = []
+    skipped: list[Document] = []
+    all_ids, all_bytes, repeated = [], [], False
     for document in source.documents:
         if wanted is not None and len(chosen) == wanted:
             break

@@ -107,10 +107,11 @@ def measure_loss(model: Atma, documents: Sequence[Document]) -> float:
         data = np.frombuffer(document.data[:LOSS_BYTES], dtype=np.uint8)
         tokens = torch.from_numpy(np.concatenate([[DOCUMENT_START], data]).astype(np.int64))
         state = model.init_state(1)
-        nll = torch.cat([
-            F.cross_entropy(model.logits(model(inputs[None], state))[0], targets, reduction="none")
-            for inputs, targets in zip(tokens[:-1].split(CHUNK), tokens[1:].split(CHUNK), strict=True)
-        ])
+        pieces = []
+        for inputs, targets in zip(tokens[:-1].split(CHUNK), tokens[1:].split(CHUNK), strict=True):
+            logits = model.logits(model(inputs[None], state))[0]
+            pieces.append(F.cross_entropy(logits, targets, reduction="none"))
+        nll = torch.cat(pieces)
         state.release()
         total, count = total + nll[SKIPPED_BYTES:].sum().item(), count + len(nll) - SKIPPED_BYTES
     return total / count
@@ -160,20 +161,28 @@ def model_card(
     num_bytes = sum(len(d.data) for d in training)
     memory = "with" if c.mem_enabled else "without"
     beats = "below" if measured.loss < measured.trigram_loss else "not below"
+    trained = max(stage.length for stage in recipe.stages)
     rows = []
     for r in measured.recall:
         low, high = wilson(r.num_exact, r.num_trials)
-        factor = f"{r.gap / c.training_length:g}" if c.training_length else "-"
+        interval = f"{low:.3f} to {high:.3f}"
         rows.append(
-            f"| {r.gap:,} | {factor} | {r.num_trials} | {r.exact:.3f} | {low:.3f} to {high:.3f} | {r.digit_accuracy:.3f} |"
+            f"| {r.gap:,} | {r.gap / trained:g} | {r.num_trials} | {r.exact:.3f} | {interval} | {r.digit_accuracy:.3f} |"
         )
     table = "\n".join(rows)
+    blocks = f"{c.num_hidden_layers} blocks ({c.num_global_blocks} global), {c.num_heads} heads of {c.head_dim}"
+    loss = f"{measured.loss:.4f} nats per byte** ({measured.loss / math.log(2):.4f} bits)"
+    where = f"the first {LOSS_BYTES:,} of each of {num_held_out} documents"
+    threads = torch.get_num_threads()
+    cost = f"{seconds / 60:.0f} minutes on {threads} thread(s) of a shared CPU, torch {torch.__version__}"
+    last = f"weighted loss {final['loss']:.4f}, other bytes {final['other']:.4f}, digits right {final['values']:.4f}"
     return f"""# {name}
 
 A small byte-level language model of the ATMA family, trained to show what `atma-eval` measures:
-{c.attn_type} attention {memory} the gated-delta memory, {num_parameters:,} parameters in fp32, {c.num_hidden_layers} blocks
-({c.num_global_blocks} global), {c.num_heads} heads of {c.head_dim}, training length {c.training_length:,} bytes. A token is a byte;
-256 starts a document. It is nothing to build on: it has seen Python's standard library and made-up records.
+{c.attn_type} attention {memory} the gated-delta memory, {num_parameters:,} parameters in fp32,
+{blocks}, training length {trained:,} bytes.
+A token is a byte; 256 starts a document. It is nothing to build on: it has seen Python's standard library and
+made-up records.
 
 ## What it does
 
@@ -185,9 +194,9 @@ held-out text of the given length follows, then `#4821=` asks. Exact means all f
 |---:|---:|---:|---:|---|---:|
 {table}
 
-Held-out loss over {measured.loss_bytes:,} bytes (the first {LOSS_BYTES:,} of each of {num_held_out} documents): **{measured.loss:.4f} nats
-per byte** ({measured.loss / math.log(2):.4f} bits), {beats} the {measured.trigram_loss:.4f} of an interpolated byte trigram fitted
-on the training half.
+Held-out loss over {measured.loss_bytes:,} bytes ({where}):
+**{loss}, {beats} the {measured.trigram_loss:.4f} of an
+interpolated byte trigram fitted on the training half.
 
 ## How it was made
 
@@ -197,10 +206,9 @@ on the training half.
   sha256 over the documents' sha256: `{data_hash(training)}`
 * Records are planted in the text at random places and asked for later; the loss of the value digits of a question
   weighs {recipe.value_weight:g} times that of any other byte.
-* {recipe.num_steps:,} steps, {recipe.num_tokens:,} tokens, seed {recipe.seed}; {seconds / 60:.0f} minutes on {torch.get_num_threads()} thread(s)
-  of a shared CPU, torch {torch.__version__}.
-* Over the last {final["steps"]:.0f} steps: weighted loss {final["loss"]:.4f}, other bytes {final["other"]:.4f}, value digits right
-  {final["values"]:.4f}.
+* {recipe.num_steps:,} steps, {recipe.num_tokens:,} tokens, seed {recipe.seed};
+  {cost}.
+* Over the last {final["steps"]:.0f} steps: {last}.
 
 The recipe:
 
@@ -212,6 +220,6 @@ The recipe:
 
 * The text is Python source; other text has a higher loss and may disturb recall.
 * Records were trained in this one format. Recall of another format is untested and should not be expected.
-* Lengths above {c.training_length:,} bytes are extrapolation: the table says how far it holds, on how many trials.
+* Lengths above {trained:,} bytes are extrapolation: the table says how far it holds, on how many trials.
 * Haystacks hold no second record here. With many similar keys recall can be lower.
 """

@@ -135,12 +135,18 @@ def recipe_from_dict(values: Any, source: str) -> Recipe:
         raise UserError(f"{source}: model is {read['model']!r}", "it takes the fields of a model's config.json")
     if not isinstance(read["stages"], list) or not read["stages"]:
         raise UserError(f"{source}: stages is {read['stages']!r}", "it takes a list of at least one stage")
-    read["model"] = AtmaConfig.from_dict(read["model"], f"{source}, model")
-    read["stages"] = tuple(_stage(stage, f"{source}, stage {i}") for i, stage in enumerate(read["stages"], start=1))
+    model = AtmaConfig.from_dict(read["model"], f"{source}, model")
+    stages = tuple(_stage(stage, f"{source}, stage {i}") for i, stage in enumerate(read["stages"], start=1))
+    longest = max(stage.length for stage in stages)
+    if model.training_length not in (None, longest):
+        raise UserError(
+            f"{source}: training_length is {model.training_length}, and the longest stage has length {longest}",
+            "they must agree, since extrapolation is counted from training_length",
+        )
     for name in ("checkpoint_every", "log_every"):
         if read.get(name) == 0:
             raise UserError(f"{source}: {name} is 0", "allowed: a whole number of at least 1")
-    return Recipe(**read)
+    return Recipe(**{**read, "model": model, "stages": stages})
 
 
 def batch_loss(model: Atma, batch: Batch, value_weight: float) -> tuple[torch.Tensor, float, float]:
