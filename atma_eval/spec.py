@@ -64,6 +64,8 @@ def parse_lengths(text: str | list[Any]) -> tuple[int, ...]:
             lengths.add(low)
             low *= 2
         lengths.add(high)
+    if not lengths:
+        raise UserError("the list of lengths is empty", LENGTHS_HINT)
     return tuple(sorted(lengths))
 
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from atma_eval.kernels.polar import visible_keys
-from atma_eval.kernels.tiles import LOG2_E, KVRun, run_statistics
+from atma_eval.kernels.tiles import LOG2_E, KVRun, cut, run_statistics
+
+SPAN_KEYS = 4096  # keys of the past that one flash call takes
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: object) -> tuple[Tensor, Tensor]:
@@ -69,7 +71,9 @@ def _one_stream(
         k, v = k[:, split:], v[:, split:]
     out, lse = _flash(q, k, v, scale, is_causal=True)
     dtype = out.dtype
-    for keys, values in runs:
+    num_past = sum(run[0].shape[0] for run in runs)
+    for start in range(0, num_past, SPAN_KEYS):
+        keys, values = cut(runs, 0, start, min(start + SPAN_KEYS, num_past))
         other, other_lse = _flash(q, keys[None], values[None], scale)
         out, lse = _merge(out, lse, other, other_lse)
     return out.to(dtype)

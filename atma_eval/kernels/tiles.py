@@ -75,6 +75,7 @@ def run_statistics(
 
     for g in range(num_kv_heads):
         heads = slice(g * group, (g + 1) * group)
+        own = [(keys[:, g], values[:, g]) for keys, values in runs]
         for start in range(0, num_queries, step):
             stop = min(start + step, num_queries)
             rows = (stop - start) * group
@@ -83,34 +84,46 @@ def run_statistics(
             m = q.new_full((rows, 1), MASKED)
             big_l, big_q = q.new_zeros(rows, 1), q.new_zeros(rows, 1)
             big_s = q.new_zeros(rows, value_width)
-            first_seen = 0 if window is None else first - window + 1
-            run_start = first_key
-            for keys, values in runs:
-                run_stop = run_start + keys.shape[0]
-                for j, j_stop in _pieces(max(run_start, first_seen), min(run_stop, last + 1), tile_keys):
-                    width = j_stop - j
-                    k_tile = keys[j - run_start : j_stop - run_start, g].to(dtype)
-                    v_tile = values[j - run_start : j_stop - run_start, g].to(dtype)
-                    if scratch.numel() < rows * width:
-                        scratch = q.new_empty(rows * width)
-                    a = torch.mm(stacked, k_tile.t(), out=scratch[: rows * width].view(rows, width))
-                    _hide(a.view(group, stop - start, width), j, first, window)
-                    m_new = torch.maximum(m, a.amax(1, keepdim=True))
-                    scale = torch.exp2(m - m_new)
-                    m = m_new
-                    torch.exp2(a.sub_(m), out=a)
-                    big_l.mul_(scale).add_(a.sum(1, keepdim=True))
-                    big_s.mul_(scale).addmm_(a, v_tile)
-                    if with_squares:
-                        norm = torch.linalg.vector_norm(a, dim=1, keepdim=True)
-                        big_q.mul_(scale * scale).addcmul_(norm, norm)
-                run_start = run_stop
+            first_seen = first_key if window is None else max(first_key, first - window + 1)
+            for j, j_stop in _pieces(first_seen, last + 1, tile_keys):
+                width = j_stop - j
+                k_tile, v_tile = (x.to(dtype) for x in cut(own, first_key, j, j_stop))
+                if scratch.numel() < rows * width:
+                    scratch = q.new_empty(rows * width)
+                a = torch.mm(stacked, k_tile.t(), out=scratch[: rows * width].view(rows, width))
+                _hide(a.view(group, stop - start, width), j, first, window)
+                m_new = torch.maximum(m, a.amax(1, keepdim=True))
+                scale = torch.exp2(m - m_new)
+                m = m_new
+                torch.exp2(a.sub_(m), out=a)
+                big_l.mul_(scale).add_(a.sum(1, keepdim=True))
+                big_s.mul_(scale).addmm_(a, v_tile)
+                if with_squares:
+                    norm = torch.linalg.vector_norm(a, dim=1, keepdim=True)
+                    big_q.mul_(scale * scale).addcmul_(norm, norm)
             shape = (group, stop - start)
             peak[heads, start:stop] = m.view(shape)
             total[heads, start:stop] = big_l.view(shape)
             squares[heads, start:stop] = big_q.view(shape)
             summed[heads, start:stop] = big_s.view(*shape, value_width)
     return Statistics(peak, total, squares, summed)
+
+
+def cut(runs: Sequence[KVRun], first: int, lo: int, hi: int) -> KVRun:
+    """Keys and values of positions ``lo`` to ``hi`` of runs that start at ``first``: a view if one run holds them all.
+
+    Work is divided by position, not by run, so that results do not depend on where the pages happen to lie.
+    """
+    parts = []
+    for keys, values in runs:
+        count = keys.shape[0]
+        if lo < first + count and hi > first:
+            inside = slice(max(lo - first, 0), min(hi - first, count))
+            parts.append((keys[inside], values[inside]))
+        first += count
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts])
 
 
 def _query_step(group: int, window: int | None, device: torch.device) -> int:

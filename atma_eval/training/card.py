@@ -165,10 +165,8 @@ def model_card(
     rows = []
     for r in measured.recall:
         low, high = wilson(r.num_exact, r.num_trials)
-        interval = f"{low:.3f} to {high:.3f}"
-        rows.append(
-            f"| {r.gap:,} | {r.gap / trained:g} | {r.num_trials} | {r.exact:.3f} | {interval} | {r.digit_accuracy:.3f} |"
-        )
+        measures = f"{r.exact:.3f} | {low:.3f} to {high:.3f} | {r.digit_accuracy:.3f}"
+        rows.append(f"| {r.gap:,} | {r.gap / trained:g} | {r.num_trials} | {measures} |")
     table = "\n".join(rows)
     blocks = f"{c.num_hidden_layers} blocks ({c.num_global_blocks} global), {c.num_heads} heads of {c.head_dim}"
     loss = f"{measured.loss:.4f} nats per byte** ({measured.loss / math.log(2):.4f} bits)"

@@ -21,6 +21,7 @@ DOCUMENT_START = 256
 KEY_DIGITS, VALUE_DIGITS = 4, 5
 CUE_BYTES = KEY_DIGITS + 2  # "#4821="
 RECORD_BYTES = CUE_BYTES + VALUE_DIGITS + 1
+SHORTEST_WITH_RECORDS = 4 * RECORD_BYTES  # two records and their queries
 KINDS = {
     "records": "nothing but records and repeated queries",
     "plain": "text alone",

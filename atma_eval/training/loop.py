@@ -19,7 +19,7 @@ import yaml
 from atma_eval.errors import UserError, did_you_mean
 from atma_eval.models.atma import Atma
 from atma_eval.models.config import AtmaConfig
-from atma_eval.training.data import KINDS, Batch, Corpus, draw_batch
+from atma_eval.training.data import KINDS, SHORTEST_WITH_RECORDS, Batch, Corpus, draw_batch
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +115,11 @@ def _stage(values: Any, source: str) -> Stage:
             raise UserError(f"{source}: unknown kind of sequence {kind!r}", did_you_mean(str(kind), KINDS))
         if not isinstance(share, int | float) or isinstance(share, bool) or not share > 0:
             raise UserError(f"{source}: the share of {kind} is {share!r}", "allowed: a number above 0")
+        if kind != "plain" and stage.length < SHORTEST_WITH_RECORDS:
+            raise UserError(
+                f"{source}: length {stage.length} is too short for {kind}",
+                f"records need at least {SHORTEST_WITH_RECORDS}",
+            )
     return stage
 
 
