@@ -8,6 +8,7 @@ checkpoint is executed: safetensors first, and pickles only with torch's weights
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pickletools
@@ -15,7 +16,6 @@ import re
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 RANDOM_SEED = 0
 MAX_LISTED_KEYS = 12
+SMALL_MODEL = 20_000_000  # parameters
 RESTART_FILE = re.compile(r"-step-\d+\.pt$")
 FOVEAL_HINT = (
     "it is a Foveal continual-pretraining restart file, whose attention sits under attn.base; "
@@ -55,7 +56,7 @@ class ModelSource:
             return "memory only"
         return self.config.attn_type + (" + memory" if self.config.mem_enabled else "")
 
-    @cached_property
+    @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The one asked for, else the one the config names, else GPT-2's for a folder: the authors ship a stub."""
         name = self.spec.tokenizer or self.config.tokenizer or ("gpt2" if self.weights is not None else "byte")
@@ -165,6 +166,8 @@ def load_model(source: ModelSource, window: str | int) -> LoadedModel:
         _check_keys(weights, {k: v.shape for k, v in model.state_dict().items()}, source.weights)
         model.load_state_dict(weights, strict=True, assign=True)
     model.cast(dtype).to(device).eval().requires_grad_(False)
+    if device.type == "cpu":
+        _share_cpu(model)
     return LoadedModel(
         label=source.label,
         model=model,
@@ -180,6 +183,24 @@ def load_model(source: ModelSource, window: str | int) -> LoadedModel:
             "device": device.type,
         },
     )
+
+
+@functools.cache
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()  # as the machine or OMP_NUM_THREADS has it, before anything is changed
+
+
+def _share_cpu(model: Atma) -> None:
+    """Attention blocks on all threads; single operations of a small model are too short to share."""
+    import torch
+
+    from atma_eval.kernels.tiles import use_workers
+
+    use_workers(_num_threads())
+    small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
+    torch.set_num_threads(1 if small else _num_threads())
 
 
 def _device(name: str) -> torch.device:

@@ -105,7 +105,10 @@ def _ranks_from_merges(data: bytes, source: Path) -> dict[bytes, int]:
         for line in lines[1:] if lines and lines[0].startswith("#version") else lines:
             if line:
                 left, right = line.split(" ")
-                ranks[bytes(byte_of[c] for c in left + right)] = len(ranks)
+                token = bytes(byte_of[c] for c in left + right)
+                if token in ranks:
+                    raise ValueError("a merge stands twice")
+                ranks[token] = len(ranks)
     except (ValueError, KeyError):  # also UnicodeDecodeError
         raise UserError(f"{source} is not a GPT-2 merges file", "each line holds two tokens and a space") from None
     if len(ranks) != GPT2_END_OF_TEXT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,8 @@ def test_no_network_is_not_an_exception(monkeypatch):
         (lambda data: data.replace(b"i n\n", b"in\n", 1), "not a GPT-2 merges file"),
         (lambda data: data.replace(b"i n\n", b"i n g\n", 1), "not a GPT-2 merges file"),
         (lambda data: data.replace("Ġ t".encode(), "世 t".encode(), 1), "not a GPT-2 merges file"),
-        (lambda data: data + b"z z\n", "gives 50257"),
+        (lambda data: data + b"z z\n", "not a GPT-2 merges file"),  # one that is there already
+        (lambda data: data + "Ġthis Ġis\n".encode(), "gives 50257"),
         (lambda data: b"\xff\xfe" + data, "not a GPT-2 merges file"),
     ],
 )
@@ -187,8 +189,8 @@ def test_a_cut_inside_a_code_point(any_tokenizer):
     for cut in range(len(ids) + 1):
         assert num_bytes[:cut].sum() + num_bytes[cut:].sum() == len(text.encode())
     if any_tokenizer.name == "gpt2":  # exact bytes, not characters: an emoji falls apart here
-        assert len(gpt2_pieces := num_bytes.tolist()) > len(text)
-        assert max(gpt2_pieces) <= 4
+        assert len(ids) > len(text)
+        assert num_bytes.max() <= 4
 
 
 def test_byte_level_json_of_gpt2_gives_gpt2_ids(gpt2, tmp_path):
@@ -218,7 +220,7 @@ def test_post_processor_adds_nothing(tmp_path):
 
 @pytest.mark.parametrize("preset", ["induction", "access-code", "atma-stage1", "perplexity"])
 def test_samples_hold_one_start_token(tmp_path, preset):
-    """At index 0 and nowhere else, whatever the post-processor adds and the text spells (but where a preset wants it)."""
+    """At index 0 and nowhere else, whatever post-processor and text say; `atma-stage1` wants a second one."""
     opened = saved(with_bos(byte_level()), tmp_path)
     text = ("words and <s> marks and more words, none of them a record. " * 300).encode()
     source = TextSource("test", (Document("a", text),), {})
@@ -228,9 +230,8 @@ def test_samples_hold_one_start_token(tmp_path, preset):
     assert samples
     for sample in samples:
         places = np.flatnonzero(sample.tokens == opened.start_id)
-        inner = [len(sample.tokens)] if preset != "atma-stage1" else places[1:].tolist()
         assert places[0] == 0
-        assert len(places) == (2 if preset == "atma-stage1" else 1), (sample.key, inner)
+        assert len(places) == (2 if preset == "atma-stage1" else 1), sample.key
 
 
 def test_text_that_spells_a_special_token_stays_text(tmp_path):
@@ -311,11 +312,11 @@ def test_a_folder_without_one(tmp_path):
 
 
 def test_missing_libraries_name_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "tiktoken", None)
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(UserError) as caught:
         Gpt2Tokenizer(tmp_path / "vocab.bpe")
     assert "atma-eval[gpt2]" in caught.value.hint
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError) as caught:
         JsonTokenizer(tmp_path / "tokenizer.json", "x")
     assert "atma-eval[hf]" in caught.value.hint

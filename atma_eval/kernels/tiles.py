@@ -11,8 +11,10 @@ key is read once per group; base 2 because `exp2` is several times faster than `
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 LOG2_E = math.log2(math.e)
 MASKED = -1e38  # a finite "minus infinity": differences of two of them stay finite
 TILE_KEYS = 1024
-TILE_ROWS = 512  # per thread; with 1,024 keys one fp32 tile is 2 MB
+TILE_ROWS = 512  # with 1,024 keys one fp32 tile is 2 MB
 MAX_TILE_KEYS = 8192  # fewer rows, as in decoding, take more keys at once
 MIN_WINDOW_STEP = 64
 
@@ -63,50 +65,68 @@ def run_statistics(
     num_kv_heads = runs[0][0].shape[1]
     group = num_heads // num_kv_heads
     value_width = runs[0][1].shape[-1]
-    dtype = q.dtype
     step = min(num_queries, _query_step(group, window, q.device))
-    tile_keys = min(MAX_TILE_KEYS, max(TILE_KEYS, TILE_ROWS * TILE_KEYS // (step * group)))
 
     peak = q.new_empty(num_heads, num_queries)
     total = torch.empty_like(peak)
     squares = torch.zeros_like(peak)
     summed = q.new_empty(num_heads, num_queries, value_width)
-    scratch = q.new_empty(0)
 
-    for g in range(num_kv_heads):
-        heads = slice(g * group, (g + 1) * group)
-        own = [(keys[:, g], values[:, g]) for keys, values in runs]
-        for start in range(0, num_queries, step):
-            stop = min(start + step, num_queries)
-            rows = (stop - start) * group
-            first, last = first_query + start, first_query + stop - 1
-            stacked = q[heads, start:stop].reshape(rows, -1)
-            m = q.new_full((rows, 1), MASKED)
-            big_l, big_q = q.new_zeros(rows, 1), q.new_zeros(rows, 1)
-            big_s = q.new_zeros(rows, value_width)
-            first_seen = first_key if window is None else max(first_key, first - window + 1)
-            for j, j_stop in _pieces(first_seen, last + 1, tile_keys):
-                width = j_stop - j
-                k_tile, v_tile = (x.to(dtype) for x in cut(own, first_key, j, j_stop))
-                if scratch.numel() < rows * width:
-                    scratch = q.new_empty(rows * width)
-                a = torch.mm(stacked, k_tile.t(), out=scratch[: rows * width].view(rows, width))
-                _hide(a.view(group, stop - start, width), j, first, window)
-                m_new = torch.maximum(m, a.amax(1, keepdim=True))
-                scale = torch.exp2(m - m_new)
-                m = m_new
-                torch.exp2(a.sub_(m), out=a)
-                big_l.mul_(scale).add_(a.sum(1, keepdim=True))
-                big_s.mul_(scale).addmm_(a, v_tile)
-                if with_squares:
-                    norm = torch.linalg.vector_norm(a, dim=1, keepdim=True)
-                    big_q.mul_(scale * scale).addcmul_(norm, norm)
-            shape = (group, stop - start)
-            peak[heads, start:stop] = m.view(shape)
-            total[heads, start:stop] = big_l.view(shape)
-            squares[heads, start:stop] = big_q.view(shape)
-            summed[heads, start:stop] = big_s.view(*shape, value_width)
+    inference = torch.is_inference_mode_enabled()  # a thread's own setting, which workers must share
+
+    @torch.inference_mode(inference)
+    def block(g: int, start: int) -> None:
+        heads, queries = slice(g * group, (g + 1) * group), slice(start, min(start + step, num_queries))
+        part = q[heads, queries]
+        sums = _row_block(part, runs, g, first_query + start, first_key, window, with_squares)
+        for out, value in zip((peak, total, squares, summed), sums, strict=True):
+            out[heads, queries] = value
+
+    blocks = [(g, start) for g in range(num_kv_heads) for start in range(0, num_queries, step)]
+    pool = _pool if q.device.type == "cpu" and len(blocks) > 1 else None
+    for _ in (pool.map if pool else map)(block, *zip(*blocks, strict=True)):
+        pass
     return Statistics(peak, total, squares, summed)
+
+
+def _row_block(
+    q: Tensor,
+    runs: Sequence[KVRun],
+    kv_head: int,
+    first_query: int,
+    first_key: int,
+    window: int | None,
+    with_squares: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Statistics of the queries ``[group, queries, K]`` that share a key head, their heads stacked as rows."""
+    group, num_queries, _ = q.shape
+    rows = group * num_queries
+    tile_keys = min(MAX_TILE_KEYS, max(TILE_KEYS, TILE_ROWS * TILE_KEYS // rows))
+    stacked = q.reshape(rows, -1)
+    m = q.new_full((rows, 1), MASKED)
+    big_l, big_q = q.new_zeros(rows, 1), q.new_zeros(rows, 1)
+    big_s = q.new_zeros(rows, runs[0][1].shape[-1])
+    scratch = q.new_empty(0)
+    own = [(keys[:, kv_head], values[:, kv_head]) for keys, values in runs]
+    first_seen = first_key if window is None else max(first_key, first_query - window + 1)
+    for j, j_stop in _pieces(first_seen, first_query + num_queries, tile_keys):
+        width = j_stop - j
+        k_tile, v_tile = (x.to(q.dtype) for x in cut(own, first_key, j, j_stop))
+        if scratch.numel() < rows * width:
+            scratch = q.new_empty(rows * width)
+        a = torch.mm(stacked, k_tile.t(), out=scratch[: rows * width].view(rows, width))
+        _hide(a.view(group, num_queries, width), j, first_query, window)
+        m_new = torch.maximum(m, a.amax(1, keepdim=True))
+        scale = torch.exp2(m - m_new)
+        m = m_new
+        torch.exp2(a.sub_(m), out=a)
+        big_l.mul_(scale).add_(a.sum(1, keepdim=True))
+        big_s.mul_(scale).addmm_(a, v_tile)
+        if with_squares:
+            norm = torch.linalg.vector_norm(a, dim=1, keepdim=True)
+            big_q.mul_(scale * scale).addcmul_(norm, norm)
+    shape = (group, num_queries)
+    return m.view(shape), big_l.view(shape), big_q.view(shape), big_s.view(*shape, -1)
 
 
 def cut(runs: Sequence[KVRun], first: int, lo: int, hi: int) -> KVRun:
@@ -126,9 +146,26 @@ def cut(runs: Sequence[KVRun], first: int, lo: int, hi: int) -> KVRun:
     return torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts])
 
 
+_pool: ThreadPoolExecutor | None = None
+
+
+def use_workers(num_threads: int) -> None:
+    """Share row blocks of attention on the CPU among this many threads (one until told otherwise).
+
+    Blocks are independent and many operations long, so handing them out whole costs nothing; threads that meet at
+    every operation, as torch's own do, lose far more than they gain once another process wants a core.
+    """
+    global _pool
+    if _pool is not None:
+        _pool.shutdown()
+    # In a worker every operation runs on that worker alone; the caller's own setting is not touched.
+    alone = functools.partial(torch.set_num_threads, 1)
+    _pool = ThreadPoolExecutor(num_threads, "tiles", initializer=alone) if num_threads > 1 else None
+
+
 def _query_step(group: int, window: int | None, device: torch.device) -> int:
     """Queries of one tile. A block of ``step`` queries meets ``window + step`` keys, so a window wants few."""
-    step = TILE_ROWS * (torch.get_num_threads() if device.type == "cpu" else 8) // group
+    step = TILE_ROWS * (1 if device.type == "cpu" else 8) // group
     if window is not None:
         step = min(step, max(MIN_WINDOW_STEP, window // 8))
     return max(1, step)

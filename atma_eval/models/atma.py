@@ -282,6 +282,8 @@ class Atma(nn.Module):
 
     def init_state(self, batch_size: int = 1, capacity: int = 0) -> LayerStates:
         """An empty state; ``capacity`` tokens are reserved, and it grows beyond them when needed."""
+        if self.config.attn_window is not None:  # pages behind a window come back: room for it and a long piece
+            capacity = min(capacity, self.config.attn_window + 4096)
         num_pages = batch_size * -(-capacity // PAGE_SIZE)
         layers = []
         for block in self.blocks:
