@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import pickletools
+import platform
 import re
 import zipfile
 from collections.abc import Iterable
@@ -181,8 +182,20 @@ def load_model(source: ModelSource, window: str | int) -> LoadedModel:
             "window": applied,
             "dtype": name,
             "device": device.type,
+            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "implementations": _implementations(config),
         },
     )
+
+
+def _implementations(config: AtmaConfig) -> dict[str, str]:
+    """Which code computes each operation of the model."""
+    operations = {"conv"}
+    if config.attn_type != "none":
+        operations.add("polar" if config.attn_type == "polar" else "softmax")
+    if config.mem_enabled:
+        operations.add("delta")
+    return dict.fromkeys(sorted(operations), "torch")
 
 
 @functools.cache

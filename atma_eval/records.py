@@ -6,6 +6,7 @@ off, rows already there are known by their keys, and a request that would mix un
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import importlib.metadata
@@ -81,6 +82,7 @@ class RunDirectory:
 
     def __init__(self, path: Path):
         self.path = path
+        self._created = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._file = (path / "records.jsonl").open("a+b")
@@ -224,7 +226,12 @@ class RunDirectory:
         return self._curves
 
     def close(self) -> None:
+        """Release the folder; one that was made for a request that came to nothing is taken away again."""
         self._file.close()
+        if self._created and not self.rows and not self.manifest:
+            (self.path / "records.jsonl").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
 
     def __enter__(self) -> RunDirectory:
         return self

@@ -267,8 +267,9 @@ def test_raven_weights_are_named(tmp_path, weights):
 
 
 def foveal(weights):
+    """Such a file also holds loader and generator state, which the weights-only reader refuses."""
     moved = {k.replace("blocks.2.attn.", "blocks.2.attn.base."): v for k, v in weights.items()}
-    return {"model": moved, "optimizers": [{"state": {}}], "step": 100}
+    return {"model": moved, "optimizers": [{"state": {}}], "step": 100, "loader": Path("shard")}
 
 
 def test_foveal_restart_files_are_named(tmp_path, weights):

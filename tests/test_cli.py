@@ -17,6 +17,7 @@ from conftest import ROOT, TINY, tiny_model
 from safetensors.torch import save_file
 
 from atma_eval import __version__, cli
+from atma_eval.session import DEFAULT_CHUNK, Session
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
 
@@ -158,9 +159,6 @@ BAD_INPUT = [  # command, part of the error, part of the hint (None: no hint pro
     (f"niah {M} --trials 0", "--trials is 0", "at least 1"),
     (f"niah {M} --trials=-3", "--trials is -3", "at least 1"),
     (f"niah {M} --docs 0", "--docs is 0", "at least 1"),
-    ("niah --trials 0", "--trials is 0", "at least 1"),
-    ("niah --docs 0", "--docs is 0", "at least 1"),
-    ("ppl --docs 0", "--docs is 0", "at least 1"),
     (f"niah {M} --docs 100", "100 documents", "--docs"),
     (f"ppl {M} --docs 100", "100 documents", "--docs"),
     (f"niah {M} --text nosuch.txt", "'nosuch.txt'", "stdlib"),
@@ -264,6 +262,13 @@ def test_bad_input(bad_outcomes, index):
     assert len(err) < 1200
     assert seconds < 1
     assert not torch_loaded
+
+
+@pytest.mark.parametrize("command", ["niah --trials 0", "niah --docs 0", "ppl --docs 0"])
+def test_nothing_to_do_is_refused_for_the_demonstration_too(call, monkeypatch, command):
+    """Its defaults fill in what was not given, not a zero."""
+    monkeypatch.setattr(cli, "_execute", lambda *_: pytest.fail("it ran"))
+    refused(call(*command.split()), " is 0", hint="at least 1")
 
 
 @pytest.mark.parametrize(
@@ -438,7 +443,10 @@ def test_score_entry_i_scores_token_i_plus_1(call, tiny_name, tmp_path):
     assert result["nll"].std() > 0.1  # else an entry more or less would not show
 
 
-def test_score_of_text_and_tokens_and_chunks_agree(call, tiny_name, tmp_path):
+def test_score_of_text_and_tokens_and_chunks_agree(call, tiny_name, tmp_path, monkeypatch):
+    chunks = []
+    init = Session.__init__
+    monkeypatch.setattr(Session, "__init__", lambda self, *a, **k: (chunks.append(k["chunk"]), init(self, *a, **k))[1])
     (tmp_path / "t.txt").write_bytes(TEXT.encode())
     base = scored(call, "--model", tiny_name, "--text", "t.txt")
     np.save(tmp_path / "t.npy", base["tokens"].astype(np.uint16))
@@ -448,6 +456,7 @@ def test_score_of_text_and_tokens_and_chunks_agree(call, tiny_name, tmp_path):
         assert result["tokens"].tolist() == base["tokens"].tolist()
         np.testing.assert_allclose(result["nll"], base["nll"], atol=1e-4)
         assert (result["argmax"] == base["argmax"]).mean() > 0.99
+    assert chunks == [DEFAULT_CHUNK, DEFAULT_CHUNK, 1, 7, 64, 100_000]
 
 
 def test_score_of_tokens_needs_no_tokenizer(call, tmp_path, monkeypatch):
