@@ -36,6 +36,11 @@ def bundled_presets() -> dict[str, Path]:
     return {p.stem: p for p in sorted(bundled("tasks").glob("*.yaml"))}
 
 
+def bundled_shapes() -> dict[str, Path]:
+    """Bundled configurations for ``random:NAME``, models of random weights."""
+    return {p.stem: p for p in sorted((bundled("configs") / "shapes").glob("*.json"))}
+
+
 def bundled_suites() -> dict[str, Path]:
     """Bundled suites for ``atma-eval run`` by name."""
     return {p.stem: p for p in sorted(bundled("configs").glob("*.yaml"))}

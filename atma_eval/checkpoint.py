@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atma_eval.bundled import bundled_models, given_path
+from atma_eval.bundled import bundled_models, bundled_shapes, given_path
 from atma_eval.errors import UserError, did_you_mean
 from atma_eval.models.config import AtmaConfig
 from atma_eval.spec import ModelSpec, check_device
@@ -75,7 +75,8 @@ def find_model(spec: ModelSpec) -> ModelSource:
     name = spec.name
     check_device(spec.device)
     if name.startswith("random:"):
-        path = given_path(name.removeprefix("random:"))
+        shape = name.removeprefix("random:")
+        path = bundled_shapes().get(shape) or given_path(shape)
         config = _read_config(path)
         label, weights = f"random:{path.stem}", None
     else:
@@ -153,7 +154,7 @@ def load_model(source: ModelSource, window: str | int) -> LoadedModel:
     config = dataclasses.replace(source.config, attn_window=applied)
     try:
         with torch.device("meta"):
-            model = Atma(config)
+            model = Atma(config, q2_floor=source.spec.q2_floor)
         if source.weights is None:
             model = model.to_empty(device="cpu").init_weights(RANDOM_SEED)
     except (MemoryError, RuntimeError) as error:
@@ -181,6 +182,7 @@ def load_model(source: ModelSource, window: str | int) -> LoadedModel:
             "trained_window": trained,
             "window": applied,
             "dtype": name,
+            "q2_floor": source.spec.q2_floor,
             "device": device.type,
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
             "implementations": _implementations(config),

@@ -67,6 +67,10 @@ Out = Annotated[
     typer.Option("-o", "--out", help="Folder of the run. Default: one under results/, by request.", metavar="DIR"),
 ]
 Repeat = Annotated[bool, typer.Option("--repeat", help="Repeat documents that are too short; their rows say so.")]
+Floor = Annotated[
+    float | None,
+    typer.Option("--q2-floor", help="Floor of polar's participation ratio, 1e-6 as in older kernels. Default: exact."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show cells, exact lengths and cost, and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
@@ -91,6 +95,7 @@ def niah(
     dtype: Dtype = "auto",
     device: Device = "auto",
     tokenizer: TokenizerName = None,
+    q2_floor: Floor = None,
     out: Out = None,
     repeat: Repeat = False,
     dry_run: DryRun = False,
@@ -120,6 +125,7 @@ def ppl(
     dtype: Dtype = "auto",
     device: Device = "auto",
     tokenizer: TokenizerName = None,
+    q2_floor: Floor = None,
     out: Out = None,
     repeat: Repeat = False,
     dry_run: DryRun = False,
@@ -167,12 +173,13 @@ def score(
     dtype: Dtype = "auto",
     device: Device = "auto",
     tokenizer: TokenizerName = None,
+    q2_floor: Floor = None,
 ) -> None:
     """Loss and argmax of every token of one sequence; entry i scores token i + 1."""
     from atma_eval.scoring import score_file
     from atma_eval.spec import ModelSpec, parse_dtype, parse_window
 
-    spec = ModelSpec(name=model, tokenizer=tokenizer, dtype=parse_dtype(dtype), device=device)
+    spec = ModelSpec(name=model, tokenizer=tokenizer, dtype=parse_dtype(dtype), device=device, q2_floor=q2_floor)
     line = score_file(spec, out, text=text, tokens=tokens, chunk=chunk, window=parse_window(window or "train"))
     Console(stderr=True, soft_wrap=True).print(line, highlight=False)
 
@@ -224,7 +231,7 @@ def list_all(as_json: AsJson = False) -> None:
 
 # -- shared pieces ----------------------------------------------------------------------------------------
 
-_OPTIONS = "model text window dtype device tokenizer out dry_run as_json quiet".split()
+_OPTIONS = "model text window dtype device tokenizer q2_floor out dry_run as_json quiet".split()
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:
@@ -248,6 +255,7 @@ def _evaluate(
     dtype: str,
     device: str,
     tokenizer: str | None,
+    q2_floor: float | None,
     out: Path | None,
     dry_run: bool,
     as_json: bool,
@@ -267,7 +275,8 @@ def _evaluate(
     )
     names = model or [DEMO_MODEL]
     models = tuple(
-        spec.ModelSpec(name=name, tokenizer=tokenizer, dtype=spec.parse_dtype(dtype), device=device) for name in names
+        spec.ModelSpec(name=name, tokenizer=tokenizer, dtype=spec.parse_dtype(dtype), device=device, q2_floor=q2_floor)
+        for name in names
     )
     if not model and not quiet:
         what = (
@@ -278,9 +287,8 @@ def _evaluate(
         _note(f"no --model given: evaluating the bundled {DEMO_MODEL} with {what}")
     if out is None:
         # Another protocol, text or window gets another folder, so that a default run never meets unlike rows.
-        identity = json.dumps(
-            [task.protocol(), text, task_spec.window, dtype, device, getattr(task, "docs", None)], sort_keys=True
-        )
+        settings = [text, task_spec.window, dtype, device, tokenizer, q2_floor, getattr(task, "docs", None)]
+        identity = json.dumps([task.protocol(), *settings], sort_keys=True)
         out = Path("results") / f"{command}-{preset.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     _execute(spec.RunSpec(models=models, tasks=(task_spec,), out=out), dry_run, as_json, quiet)
 
@@ -351,14 +359,15 @@ def _show_plan(cells: list[Any], as_json: bool) -> None:
         typer.echo(json.dumps({"computed_tokens": computed, "naive_tokens": naive, "cells": plan}))
         return
     table = Table(title="plan", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for column in ("model", "task", "lengths", "samples", "documents", "longest", "computed", "naive"):
-        table.add_column(column, justify="left" if column in ("model", "task", "lengths") else "right")
+    for column in ("model", "task", "samples", "documents", "longest", "computed", "naive"):
+        table.add_column(column, justify="left" if column in ("model", "task") else "right")
     for entry in plan:
         counts = ("num_samples", "num_documents", "longest_sequence", "computed_tokens", "naive_tokens")
-        lengths = ", ".join(f"{length:,}" for length in entry["lengths"])
-        table.add_row(entry["model"], entry["task"], lengths, *(f"{entry[name]:,}" for name in counts))
+        table.add_row(entry["model"], entry["task"], *(f"{entry[name]:,}" for name in counts))
     console = _stdout()
     console.print(table)
+    for task, lengths in {entry["task"]: entry["lengths"] for entry in plan}.items():
+        console.print(f"lengths of {task}: {', '.join(f'{length:,}' for length in lengths)}", highlight=False)
     console.print(
         f"{computed:,} tokens to compute; {naive:,} if every sample were its own sequence "
         f"({naive / computed:.1f} times as many)",

@@ -190,12 +190,13 @@ def _is_template(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One ``--model`` and how to run it."""
+    """One ``--model`` and how to run it. ``q2_floor`` is a legacy floor of polar attention; ``None`` is exact."""
 
     name: str
     tokenizer: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    q2_floor: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
