@@ -26,6 +26,7 @@ from torch import Tensor
 from atma_eval.kernels.delta import gated_delta
 from atma_eval.kernels.polar import PolarParameters, polar_attention
 from atma_eval.kernels.softmax import softmax_attention
+from atma_eval.kernels.tiles import use_workers
 from atma_eval.state import KVState, PagePool
 
 ROUNDS = 3
@@ -170,6 +171,7 @@ def cpu(
 ) -> None:
     """Ratios on one CPU thread at 16K tokens, about two minutes; exit code 1 if a target is missed."""
     torch.set_num_threads(1)
+    use_workers(1)
     machine = {"torch": torch.__version__, "cpu": cpu_name(), "threads": torch.get_num_threads()}
     with torch.inference_mode():
         ratios = list(track(cpu_ratios(), "measuring", total=14, console=Console(stderr=True), transient=True))

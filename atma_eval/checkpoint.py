@@ -151,6 +151,8 @@ def load_model(source: ModelSource, window: str | int) -> LoadedModel:
     dtype = getattr(torch, name)
     trained = source.config.attn_window
     applied = trained if window == "train" else None if window == "full" else int(window)
+    if source.config.attn_type == "none":
+        applied = None  # memory alone has no keys to look at through a window
     config = dataclasses.replace(source.config, attn_window=applied)
     try:
         with torch.device("meta"):

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from atma_eval import __version__
+from atma_eval.console import plain_console
 from atma_eval.errors import UserError
 
 EXIT_OK, EXIT_FAILED_CELLS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -108,7 +109,8 @@ def niah(
     same form. Repeating a command continues an interrupted run.
     """
     if not model:
-        trials, docs = trials or DEMO_TRIALS, docs or DEMO_DOCS
+        trials = DEMO_TRIALS if trials is None else trials
+        docs = DEMO_DOCS if docs is None else docs
     changes = {"lengths": lengths, "trials": trials, "docs": docs, "seed": seed, "repeat": repeat or None}
     _evaluate("niah", preset or "induction", changes, **_options(locals()))
 
@@ -134,7 +136,7 @@ def ppl(
 ) -> None:
     """Perplexity by length: nested prefixes of whole documents, each token scored once, and loss by position."""
     if not model:
-        docs = docs or DEMO_DOCS
+        docs = DEMO_DOCS if docs is None else docs
     changes = {"lengths": lengths, "docs": docs, "seed": seed, "repeat": repeat or None}
     _evaluate("ppl", preset or "perplexity", changes, **_options(locals()))
 
@@ -181,7 +183,7 @@ def score(
 
     spec = ModelSpec(name=model, tokenizer=tokenizer, dtype=parse_dtype(dtype), device=device, q2_floor=q2_floor)
     line = score_file(spec, out, text=text, tokens=tokens, chunk=chunk, window=parse_window(window or "train"))
-    Console(stderr=True, soft_wrap=True).print(line, highlight=False)
+    _note(line)
 
 
 @app.command(name="list")
@@ -240,8 +242,12 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
 
 def _stdout() -> Console:
     """100 columns where output is not a terminal, so that a saved table is never cramped to 80."""
-    console = Console()
-    return console if console.is_terminal else Console(width=100)
+    console = plain_console()
+    return console if console.is_terminal else plain_console(width=100)
+
+
+def _stderr() -> Console:
+    return plain_console(stderr=True, soft_wrap=True)
 
 
 def _evaluate(
@@ -287,14 +293,14 @@ def _evaluate(
         _note(f"no --model given: evaluating the bundled {DEMO_MODEL} with {what}")
     if out is None:
         # Another protocol, text or window gets another folder, so that a default run never meets unlike rows.
-        settings = [text, task_spec.window, dtype, device, tokenizer, q2_floor, getattr(task, "docs", None)]
+        settings = [text, task_spec.window, models[0].dtype, device, tokenizer, q2_floor, getattr(task, "docs", None)]
         identity = json.dumps([task.protocol(), *settings], sort_keys=True)
         out = Path("results") / f"{command}-{preset.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     _execute(spec.RunSpec(models=models, tasks=(task_spec,), out=out), dry_run, as_json, quiet)
 
 
 def _note(text: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(text, style="dim", highlight=False)
+    _stderr().print(text, style="dim")
 
 
 def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
@@ -367,11 +373,10 @@ def _show_plan(cells: list[Any], as_json: bool) -> None:
     console = _stdout()
     console.print(table)
     for task, lengths in {entry["task"]: entry["lengths"] for entry in plan}.items():
-        console.print(f"lengths of {task}: {', '.join(f'{length:,}' for length in lengths)}", highlight=False)
+        console.print(f"lengths of {task}: {', '.join(f'{length:,}' for length in lengths)}")
     console.print(
         f"{computed:,} tokens to compute; {naive:,} if every sample were its own sequence "
-        f"({naive / computed:.1f} times as many)",
-        highlight=False,
+        f"({naive / computed:.1f} times as many)"
     )
 
 
@@ -380,8 +385,8 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except UserError as error:
-        console = Console(stderr=True, soft_wrap=True)
-        console.print(f"error: {error.message}", style="red", highlight=False, markup=False)
+        console = _stderr()
+        console.print(f"error: {error.message}", style="red")
         if error.hint:
-            console.print(f"hint: {error.hint}", highlight=False, markup=False)
+            console.print(f"hint: {error.hint}")
         sys.exit(EXIT_BAD_INPUT)

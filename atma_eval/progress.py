@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from atma_eval.console import plain_console
 from atma_eval.report import summary, tables
 
 LINE_EVERY_S = 15.0
@@ -30,7 +31,7 @@ class RunProgress:
         self._tokens = self._skipped = 0
         self._fresh = False
         self._started = self._last_line = time.monotonic()
-        self._console = Console() if live else Console(stderr=True, soft_wrap=True)
+        self._console = plain_console() if live else plain_console(stderr=True, soft_wrap=True)
         self._quiet = quiet
         self._live: Live | None = None
         if live:
@@ -57,7 +58,7 @@ class RunProgress:
 
     def message(self, text: str) -> None:
         if not self._quiet:
-            self._console.print(text, highlight=False)
+            self._console.print(text)
 
     def row(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
@@ -95,7 +96,7 @@ class RunProgress:
         left = self._left()
         if left and self._tokens < self._total:
             parts.append(left)
-        self._console.print(", ".join(parts) + self._latest(), highlight=False)
+        self._console.print(", ".join(parts) + self._latest())
 
     def _latest(self) -> str:
         """The headline figure of the cell that the last row of a task itself belongs to."""

@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import uuid
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ class RunDirectory:
 
     def __init__(self, path: Path):
         self.path = path
-        self._created = not path.exists()
+        self._created = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._file = (path / "records.jsonl").open("a+b")
@@ -102,8 +103,10 @@ class RunDirectory:
         except BaseException:
             self._file.close()
             raise
-        size = os.fstat(self._file.fileno()).st_size
-        self.torn_bytes = size - whole
+        self.torn_bytes = os.fstat(self._file.fileno()).st_size - whole
+        if self.torn_bytes and not self.manifest:
+            self._file.close()
+            raise UserError(f"{path}/records.jsonl is not of a run of ours", "give another folder with -o")
         if self.torn_bytes:
             self._file.truncate(whole)
         self.keys = {row["key"] for row in self.rows}
@@ -117,9 +120,12 @@ class RunDirectory:
                 raise UserError(f"{self.path} has records but no manifest.json", "give another folder with -o")
             return {}
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            manifest = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path} is damaged: {error}", "restore it, or give another folder with -o") from None
+        if not isinstance(manifest, dict) or not {"run_id", "models", "tasks", "invocations"} <= manifest.keys():
+            raise UserError(f"{path} is not the manifest of a run", "restore it, or give another folder with -o")
+        return manifest
 
     def _read_curves(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         path = self.path / "curves.npz"
@@ -164,11 +170,9 @@ class RunDirectory:
         known_models, known_tasks = self.manifest.get("models", {}), self.manifest.get("tasks", {})
         for label, details in models.items():
             for name in MODEL_IDENTITY:
-                known = known_models.get(label, details)
-                if known[name] != details[name]:
-                    differences.append(
-                        f"{name} of model {label} (was {_short(known[name])}, now {_short(details[name])})"
-                    )
+                before, now = known_models.get(label, details).get(name), details[name]
+                if before != now:
+                    differences.append(f"{name} of model {label} (was {_short(before)}, now {_short(now)})")
         for label, by_task in tasks.items():
             for task, asked in by_task.items():
                 known = known_tasks.get(label, {}).get(task)
@@ -231,7 +235,8 @@ class RunDirectory:
         if self._created and not self.rows and not self.manifest:
             (self.path / "records.jsonl").unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                self.path.rmdir()
+                for folder in self._created:
+                    folder.rmdir()
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -246,9 +251,12 @@ def _dumps(row: dict[str, Any]) -> str:
 
 def read_curves(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """``curves.npz``: loss sums and target counts by position bucket, by row key."""
-    with np.load(path) as file:
-        rows = zip(file["keys"], file["nll_sums"], file["num_targets"], strict=True)
-        return {str(key): (sums, counts) for key, sums, counts in rows}
+    try:
+        with np.load(path) as file:
+            rows = zip(file["keys"], file["nll_sums"], file["num_targets"], strict=True)
+            return {str(key): (sums, counts) for key, sums, counts in rows}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is damaged: {error}", "restore it, or give another folder with -o") from None
 
 
 def _task_differences(known: dict[str, Any], asked: dict[str, Any]) -> Iterable[str]:

@@ -189,7 +189,7 @@ def tables(cells: list[dict[str, Any]], chance: dict[str, dict[str, float]] | No
 def _table(model: str, task: str, cells: list[dict[str, Any]], lengths: list[int]) -> Table:
     retrieval = cells[0]["retrieval"]
     at = {(cell["control"], cell["length"]): cell for cell in cells}
-    table = Table(title=f"{task} · {model}", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table = Table(title=Text(f"{task} · {model}"), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column("gap (tokens)" if retrieval else "length (tokens)", no_wrap=True)
     for length in lengths:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)

@@ -190,9 +190,11 @@ def _find_gpt2() -> Path | None:
 def _download_gpt2() -> Path | None:
     if importlib.util.find_spec("huggingface_hub") is None:
         return None
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     try:
+        # Asked once and briefly: without a network the download itself would try again for half a minute.
+        get_hf_file_metadata(hf_hub_url("openai-community/gpt2", "merges.txt"), timeout=1.5)
         return Path(hf_hub_download("openai-community/gpt2", "merges.txt"))
     except Exception:  # no network, or told to stay offline: the caller explains
         return None

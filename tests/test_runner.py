@@ -214,6 +214,23 @@ def test_damage_is_named_and_a_second_writer_is_refused(tmp_path, finished):
         RunDirectory(out)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("curves.npz", b""), ("curves.npz", b"PK..."), ("manifest.json", b"[1]"), ("manifest.json", b'{"models": {}}')],
+)
+def test_other_damage_is_named_too(finished, name, content):
+    (finished[0].out / name).write_bytes(content)
+    with pytest.raises(UserError, match=name):
+        RunDirectory(finished[0].out)
+
+
+def test_a_file_that_is_not_ours_is_left_alone(tmp_path):
+    (tmp_path / "records.jsonl").write_text("my notes")
+    with pytest.raises(UserError, match="not of a run"):
+        RunDirectory(tmp_path)
+    assert (tmp_path / "records.jsonl").read_text() == "my notes"
+
+
 @pytest.mark.parametrize("cut", [1, 2, 40])
 def test_a_torn_last_line_is_cut_off(finished, cut):
     spec, rows, _ = finished

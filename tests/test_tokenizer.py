@@ -86,14 +86,23 @@ def test_missing_gpt2_says_what_to_do(monkeypatch):
     assert "--tokenizer PATH" in caught.value.hint
 
 
-def test_no_network_is_not_an_exception(monkeypatch):
+def test_without_a_network_the_hub_is_asked_once_and_briefly(monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
+    asked = []
 
-    def offline(*args, **kwargs):
+    def offline(url, timeout):
+        asked.append((url, timeout))
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(hub, "hf_hub_download", offline)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", offline)
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *_: pytest.fail("the download was tried"))
     assert module._download_gpt2() is None
+    ((url, timeout),) = asked
+    assert "merges.txt" in url
+    assert timeout < 2
+    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, timeout: None)
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *_: "here/merges.txt")
+    assert module._download_gpt2() == Path("here/merges.txt")
 
 
 @pytest.mark.parametrize(

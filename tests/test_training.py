@@ -16,7 +16,7 @@ from atma_eval.kernels.polar import PolarParameters, polar_reference, polar_trai
 from atma_eval.models.atma import Atma
 from atma_eval.models.config import AtmaConfig
 from atma_eval.text import Document, stdlib_held_out, stdlib_training
-from atma_eval.training.card import LOSS_BYTES, Measured, Recall, measure_loss, measure_recall, model_card, wilson
+from atma_eval.training.card import LOSS_BYTES, Measured, Recall, measure_loss, measure_recall, model_card
 from atma_eval.training.data import DOCUMENT_START, RECORD_BYTES, VALUE_DIGITS, Corpus, draw_batch
 from atma_eval.training.loop import Trainer, read_recipe, recipe_from_dict
 from atma_eval.training.trigram import ByteTrigram
@@ -204,13 +204,6 @@ def test_the_trigram_is_a_distribution_and_knows_its_text():
     total = sum(np.exp(-trigram.nll(b"th" + bytes([c])))[0] for c in range(256))
     assert total == pytest.approx(1.0, abs=1e-9)
     assert trigram.nll(text).mean() < 0.5 < 4 < trigram.nll(bytes(range(128, 200))).mean()
-
-
-def test_wilson():
-    low, high = wilson(97, 100)
-    assert (low, high) == (pytest.approx(0.9155, abs=1e-4), pytest.approx(0.9897, abs=1e-4))
-    assert wilson(0, 10)[0] == pytest.approx(0, abs=1e-12)
-    assert wilson(10, 10)[1] == pytest.approx(1)
 
 
 def test_the_card_says_what_was_measured(corpus):

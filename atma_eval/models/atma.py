@@ -114,7 +114,7 @@ class GatedDeltaMemory(nn.Module):
         self.proj = nn.Linear(heads * config.head_dim, width)
 
     def forward(self, n: Tensor, q: Tensor, k: Tensor, v: Tensor, state: LayerState | None, last: int) -> Tensor:
-        """Output for the last tokens of ``n`` ``[B, T, C]``; ``q`` is ``[B, T, H, d]``, ``k`` and ``v`` ``[B, T, G, d]``."""
+        """Output for the last tokens of ``n`` ``[B, T, C]``, given heads ``q`` ``[B, T, H, d]`` and ``k``, ``v``."""
         group = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
         # Gate logits are formed in the activation type and raised before the constant is added.

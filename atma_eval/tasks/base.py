@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,12 +45,32 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskText:
-    """The documents a task uses, tokenized once: ids after the start token, and the bytes behind each id."""
+    """The documents a task uses, tokenized once: ids after the start token, and the bytes behind each id.
+
+    ``num_own`` counts the tokens a document has of itself; ids beyond them repeat it.
+    """
 
     documents: tuple[Document, ...]
     ids: tuple[np.ndarray, ...]
     num_bytes: tuple[np.ndarray, ...]
-    repeated: bool
+    num_own: tuple[int, ...]
+
+    @property
+    def repeated(self) -> bool:
+        return any(len(ids) > own for ids, own in zip(self.ids, self.num_own, strict=True))
+
+    def text_id(self, index: int, num_tokens: int) -> str:
+        """What a row calls the first ``num_tokens`` tokens of a document."""
+        return self.documents[index].text_id + (" (repeated)" if num_tokens > self.num_own[index] else "")
+
+    def pick(self, order: Sequence[int]) -> TaskText:
+        """The same text with only these documents, in this order."""
+        return TaskText(
+            documents=tuple(self.documents[i] for i in order),
+            ids=tuple(self.ids[i] for i in order),
+            num_bytes=tuple(self.num_bytes[i] for i in order),
+            num_own=tuple(self.num_own[i] for i in order),
+        )
 
 
 class Task(Protocol):

@@ -19,7 +19,7 @@ def select_documents(
     """
     chosen: list[Document] = []
     skipped: list[Document] = []
-    all_ids, all_bytes, repeated = [], [], False
+    all_ids, all_bytes, num_own = [], [], []
     for document in source.documents:
         if wanted is not None and len(chosen) == wanted:
             break
@@ -28,13 +28,15 @@ def select_documents(
             skipped.append(document)
             continue
         ids, num_bytes = tokenizer.encode_with_bytes(document.text)
-        if len(ids) < required:
-            if not repeat or not len(ids):
+        own = len(ids)
+        if own < required:
+            if not repeat or not own:
                 skipped.append(document)
                 continue
-            times = -(-required // len(ids))
-            ids, num_bytes, repeated = np.tile(ids, times), np.tile(num_bytes, times), True
+            times = -(-required // own)
+            ids, num_bytes = np.tile(ids, times), np.tile(num_bytes, times)
         chosen.append(document)
+        num_own.append(own)
         all_ids.append(ids[:required])
         all_bytes.append(num_bytes[:required])
     if not chosen:
@@ -48,4 +50,4 @@ def select_documents(
             f"{wanted} documents of at least {required:,} tokens were asked for; {source.name} has {len(chosen)}",
             f"use --docs {len(chosen)}, shorter --lengths, or another --text",
         )
-    return TaskText(documents=tuple(chosen), ids=tuple(all_ids), num_bytes=tuple(all_bytes), repeated=repeated)
+    return TaskText(documents=tuple(chosen), ids=tuple(all_ids), num_bytes=tuple(all_bytes), num_own=tuple(num_own))

@@ -142,13 +142,7 @@ class Induction:
         # Each trial's document is drawn by seed: the pool is shuffled once and dealt out in turn.
         order = list(range(len(text.documents)))
         random.Random(f"{self.seed}:{self.name}:documents").shuffle(order)
-        order = order[: self.docs]
-        return TaskText(
-            documents=tuple(text.documents[i] for i in order),
-            ids=tuple(text.ids[i] for i in order),
-            num_bytes=tuple(text.num_bytes[i] for i in order),
-            repeated=text.repeated,
-        )
+        return text.pick(order[: self.docs])
 
     # -- samples ------------------------------------------------------------------------------------------
 
@@ -177,17 +171,16 @@ class Induction:
     ) -> Sample:
         index = trial % len(text.documents)
         context = np.concatenate([[tokenizer.start_id], *parts]).astype(np.int32)
-        document = text.documents[index]
         return Sample(
             key=f"{length}/{trial}/{control}",
-            group=f"absent/{document.text_id}" if control == "absent" else f"trial/{trial}",
+            group=f"absent/{index}" if control == "absent" else f"trial/{trial}",
             tokens=np.concatenate([context, value]),
             span=(len(context), len(context) + len(value)),
             length=length,
             gap=length,
             depth=None if control == "absent" else 0.0,
             trial=trial,
-            text_id=document.text_id + (" (repeated)" if text.repeated else ""),
+            text_id=text.text_id(index, length),
             control=control,
         )
 

@@ -58,7 +58,7 @@ class Perplexity:
                     span=(1, length + 1),
                     length=length,
                     trial=trial,
-                    text_id=document.text_id + (" (repeated)" if text.repeated else ""),
+                    text_id=text.text_id(trial, length),
                     num_bytes=int(num_bytes[:length].sum()),
                 )
                 for length in self.lengths

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from atma_eval.models.atma import Atma
+from atma_eval.state import LayerStates
+from atma_eval.stats import wilson
 from atma_eval.text import Document
 from atma_eval.training.data import CUE_BYTES, DOCUMENT_START, KEY_DIGITS, VALUE_DIGITS, record
 from atma_eval.training.loop import Recipe
@@ -45,15 +47,7 @@ class Measured:
     loss_bytes: int
 
 
-def wilson(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % Wilson interval of a proportion."""
-    p, denominator = successes / trials, 1 + z * z / trials
-    centre = p + z * z / (2 * trials)
-    spread = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
-    return (centre - spread) / denominator, (centre + spread) / denominator
-
-
-def _extend(model: Atma, state: object, tokens: np.ndarray, last: int) -> torch.Tensor:
+def _extend(model: Atma, state: LayerStates, tokens: np.ndarray, last: int) -> torch.Tensor:
     """Advance over ``tokens`` in chunks; hidden states of the last ``last``, which lie in one chunk."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     for chunk in ids.split(CHUNK, dim=1):
@@ -164,8 +158,8 @@ def model_card(
     trained = max(stage.length for stage in recipe.stages)
     rows = []
     for r in measured.recall:
-        low, high = wilson(r.num_exact, r.num_trials)
-        measures = f"{r.exact:.3f} | {low:.3f} to {high:.3f} | {r.digit_accuracy:.3f}"
+        interval = wilson(r.num_exact, r.num_trials)
+        measures = f"{r.exact:.3f} | {interval.low:.3f} to {interval.high:.3f} | {r.digit_accuracy:.3f}"
         rows.append(f"| {r.gap:,} | {r.gap / trained:g} | {r.num_trials} | {measures} |")
     table = "\n".join(rows)
     blocks = f"{c.num_hidden_layers} blocks ({c.num_global_blocks} global), {c.num_heads} heads of {c.head_dim}"
