@@ -96,17 +96,24 @@ def summary(rows: list[Row], curves: dict[str, Any] | None = None) -> list[dict[
                         **{name: estimate._asdict() for name, estimate in estimates.items()},
                     }
                     if curves and not retrieval:
-                        cell["loss_by_position"] = _buckets([curves[row["key"]] for row in ok if row["key"] in curves])
+                        cell["loss_by_position"] = _buckets(
+                            [curves[row["key"]] for row in ok if row["key"] in curves], length
+                        )
                     cells.append(cell)
     return cells
 
 
-def _buckets(parts: list[tuple[np.ndarray, np.ndarray]]) -> list[dict[str, Any]]:
+def _buckets(parts: list[tuple[np.ndarray, np.ndarray]], length: int) -> list[dict[str, Any]]:
     if not parts:
         return []
     sums, counts = (np.sum([part[i] for part in parts], axis=0) for i in (0, 1))
     return [
-        {"first": 2**k, "last": 2 ** (k + 1) - 1, "nll": float(sums[k] / counts[k]), "num_targets": int(counts[k])}
+        {
+            "first": 2**k,
+            "last": min(2 ** (k + 1) - 1, length),
+            "nll": float(sums[k] / counts[k]),
+            "num_targets": int(counts[k]),
+        }
         for k in range(len(counts))
         if counts[k]
     ]
@@ -118,23 +125,24 @@ RETRIEVAL_LINES = (  # label, control, metric; the headline first, the controls 
     ("exact", "none", "exact"),
     ("first token", "none", "first_token"),
     ("token accuracy", "none", "token_accuracy"),
-    ("nll (nats/token)", "none", "nll"),
+    ("nll (nats)", "none", "nll"),
     ("absent: exact", "absent", "exact"),
     ("absent: nll", "absent", "nll"),
     ("format: exact", "format", "exact"),
     ("format: nll", "format", "nll"),
 )
 LOSS_LINES = (
-    ("nll (nats/token)", "none", "nll"),
+    ("nll (nats)", "none", "nll"),
     ("perplexity", "none", "perplexity"),
     ("bits per byte", "none", "bits_per_byte"),
 )
 
 
 def _number(value: float) -> str:
-    if value != 0 and (abs(value) >= 1e6 or abs(value) < 5e-4):
-        return f"{value:.1e}"
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
+    """Four digits or so: two of them and a dash fit a column of a table of six lengths."""
+    if value != 0 and (value >= 1e5 or value < 5e-4):
+        return f"{value:.0e}"
+    return f"{value:.{3 if value < 10 else 2 if value < 100 else 1 if value < 1000 else 0}f}"
 
 
 def _cell(cell: dict[str, Any] | None, metric: str) -> Text:
@@ -189,7 +197,9 @@ def tables(cells: list[dict[str, Any]], chance: dict[str, dict[str, float]] | No
 def _table(model: str, task: str, cells: list[dict[str, Any]], lengths: list[int]) -> Table:
     retrieval = cells[0]["retrieval"]
     at = {(cell["control"], cell["length"]): cell for cell in cells}
-    table = Table(title=Text(f"{task} · {model}"), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table = Table(
+        title=Text(f"{task} · {model}"), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
     table.add_column("gap (tokens)" if retrieval else "length (tokens)", no_wrap=True)
     for length in lengths:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)
@@ -211,7 +221,9 @@ def _position_table(cells: list[dict[str, Any]]) -> Table | None:
         return None
     buckets = last["loss_by_position"]
     half = -(-len(buckets) // 2)
-    table = Table(title=f"loss by position, length {last['length']:,}", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title=f"loss by position, length {last['length']:,}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+    )
     for _ in range(2):
         table.add_column("positions", no_wrap=True)
         table.add_column("nll", justify="right")
@@ -219,7 +231,11 @@ def _position_table(cells: list[dict[str, Any]]) -> Table | None:
     for i in range(half):
         texts: list[str] = []
         for bucket in buckets[i::half]:
-            span = f"{bucket['first']:,}–{bucket['last']:,}" if bucket["last"] > bucket["first"] else "1"
+            span = (
+                f"{bucket['first']:,}–{bucket['last']:,}"
+                if bucket["last"] > bucket["first"]
+                else f"{bucket['first']:,}"
+            )
             texts += [span, _number(bucket["nll"]), f"{bucket['num_targets']:,}"]
         table.add_row(*texts)
     return table

@@ -54,7 +54,7 @@ def clustered_mean(values: Sequence[float], clusters: Sequence[str]) -> Estimate
 
     The standard error is that of cluster totals about the mean (linearised), with as many degrees of freedom as
     clusters less one; unlike a bootstrap it stays wide when there are few. One cluster, or values that are all equal,
-    give no interval.
+    give no interval. Where no value is negative, as losses are not, the interval is not either.
     """
     x = np.asarray(values, dtype=np.float64)
     if len(x) == 0:
@@ -66,7 +66,8 @@ def clustered_mean(values: Sequence[float], clusters: Sequence[str]) -> Estimate
     totals = np.bincount(index, weights=x - mean)
     error = np.sqrt(len(names) / (len(names) - 1) * np.sum(totals**2)) / len(x)
     half = t_quantile(len(names) - 1) * float(error)
-    return Estimate(mean, mean - half, mean + half, len(x))
+    low = mean - half
+    return Estimate(mean, max(0.0, low) if np.all(x >= 0) else low, mean + half, len(x))
 
 
 def clustered_share(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
