@@ -142,13 +142,11 @@ def polar_reference(
     window: int | None = None,
     q2_floor: float | None = None,
 ) -> PolarOutput:
-    """The definition, with the ``T x S`` weights in memory. Where gradients are on it is `polar_training`.
+    """The definition, with the ``T x S`` weights in memory; differentiable.
 
     ``q`` is ``[B, H, T, K]``, ``k`` and ``v`` are ``[B, S, G, K | V]`` with ``S >= T``; the queries are the last
     ``T`` positions.
     """
-    if torch.is_grad_enabled():
-        return polar_training(q, k, v, parameters, window=window, q2_floor=q2_floor)
     num_heads, num_queries, key_width = q.shape[1:]
     dtype = torch.promote_types(q.dtype, torch.float32)
     p = parameters.to(dtype)

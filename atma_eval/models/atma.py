@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from atma_eval.kernels.conv import causal_conv
 from atma_eval.kernels.delta import gated_delta
-from atma_eval.kernels.polar import PolarParameters, polar_attention, polar_reference
+from atma_eval.kernels.polar import PolarParameters, polar_attention, polar_training
 from atma_eval.kernels.softmax import softmax_attention, softmax_reference
 from atma_eval.models.config import AtmaConfig
 from atma_eval.state import PAGE_SIZE, ConvState, KVState, LayerState, LayerStates, MemoryState, PagePool
@@ -200,16 +200,16 @@ class GlobalMixer(nn.Module):
             q, k = self.rotary(q, offset), self.rotary(k, offset)
         past = state.kv.runs() if state is not None and state.kv is not None and offset else ()
         queries = q[:, -last:].transpose(1, 2)
-        reference = state is None and torch.is_grad_enabled()
-        placed: dict = {"window": self.window} if reference else {"past": past, "offset": offset, "window": self.window}
+        training = state is None and torch.is_grad_enabled()
+        placed: dict = {"window": self.window} if training else {"past": past, "offset": offset, "window": self.window}
         magnitude = None
         if self.core == "polar":
             parameters = PolarParameters(*(getattr(self, name) for name in FP32_PARAMETERS))
-            attend = polar_reference if reference else polar_attention
+            attend = polar_training if training else polar_attention
             mixed, magnitude, *_ = attend(queries, k, v, parameters, q2_floor=self.q2_floor, **placed)
         else:
             scale = ROPE_SCALE if self.core == "rope" else 1 / math.sqrt(self.head_dim)
-            mixed = (softmax_reference if reference else softmax_attention)(queries, k, v, scale=scale, **placed)
+            mixed = (softmax_reference if training else softmax_attention)(queries, k, v, scale=scale, **placed)
         if state is not None and state.kv is not None:
             state.kv.append(k, v)
         out = self.proj((mixed.transpose(1, 2) * torch.sigmoid(gate)).flatten(2))
