@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from conftest import ROOT
 from safetensors.torch import load_file
 
 from atma_eval.errors import UserError
@@ -20,7 +21,6 @@ from atma_eval.training.card import LOSS_BYTES, Measured, Recall, measure_loss, 
 from atma_eval.training.data import DOCUMENT_START, RECORD_BYTES, VALUE_DIGITS, Corpus, draw_batch
 from atma_eval.training.loop import Trainer, read_recipe, recipe_from_dict
 from atma_eval.training.trigram import ByteTrigram
-from tests.conftest import ROOT
 
 DEMO = ROOT / "models" / "atma-demo"
 HAS_DEMO = (DEMO / "weights.safetensors").is_file()
@@ -261,3 +261,14 @@ def test_the_bundled_checkpoint_beats_a_byte_trigram(demo):
     trigram = ByteTrigram(stdlib_training())
     theirs = np.concatenate([trigram.nll(d.data[:LOSS_BYTES]) for d in documents]).mean()
     assert measure_loss(demo, documents) < theirs
+
+
+def test_a_recipe_may_change_another(tmp_path):
+    (tmp_path / "base.yaml").write_text(TINY)
+    (tmp_path / "own.yaml").write_text("base: base.yaml\nseed: 7\nmodel: {attn_type: nope, mem_enabled: false}\n")
+    base, own = read_recipe(tmp_path / "base.yaml"), read_recipe(tmp_path / "own.yaml")
+    assert (own.seed, own.model.attn_type, own.model.mem_enabled) == (7, "nope", False)
+    assert dataclasses.replace(own, seed=base.seed, model=base.model) == base
+    (tmp_path / "own.yaml").write_text("base: absent.yaml\n")
+    with pytest.raises(UserError, match=r"absent\.yaml"):
+        read_recipe(tmp_path / "own.yaml")

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 
 from atma_eval.errors import UserError, did_you_mean
 from atma_eval.models.atma import Atma
 from atma_eval.models.config import AtmaConfig
+from atma_eval.spec import read_yaml
 from atma_eval.training.data import KINDS, SHORTEST_WITH_RECORDS, Batch, Corpus, draw_batch
 
 log = logging.getLogger(__name__)
@@ -124,13 +124,18 @@ def _stage(values: Any, source: str) -> Stage:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe; an unknown or missing field, or one of the wrong type, is an error."""
-    try:
-        values = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read recipe {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {error}") from None
+    """Read a recipe; an unknown or missing field, or one of the wrong type, is an error.
+
+    ``base`` names another recipe beside it, of which it changes fields, and those of ``model`` one by one.
+    """
+    values = read_yaml(path)
+    base = values.pop("base", None)
+    if base is not None:
+        below = read_yaml(path.parent / str(base))
+        own_model = values.get("model", {})
+        if isinstance(own_model, dict) and isinstance(below.get("model"), dict):
+            values["model"] = {**below["model"], **own_model}
+        values = {**below, **values}
     return recipe_from_dict(values, str(path))
 
 
