@@ -58,7 +58,7 @@ def loss_estimates(rows: list[Row]) -> dict[str, Estimate]:
         residuals = [(row["nll_sum"] / math.log(2) - total * row["num_bytes"]) / per_document for row in rows]
         spread = clustered_mean(residuals, documents)
         if spread.low is not None and spread.high is not None:
-            bits = Estimate(total, total + spread.low, total + spread.high, len(rows))
+            bits = Estimate(total, max(0.0, total + spread.low), total + spread.high, len(rows))
         else:
             bits = Estimate(total, None, None, len(rows))
     return {
@@ -140,7 +140,7 @@ LOSS_LINES = (
 
 def _number(value: float) -> str:
     """Four digits or so: two of them and a dash fit a column of a table of six lengths."""
-    if value != 0 and (value >= 1e5 or value < 5e-4):
+    if value != 0 and not 5e-4 <= abs(value) < 1e5:
         return f"{value:.0e}"
     return f"{value:.{3 if value < 10 else 2 if value < 100 else 1 if value < 1000 else 0}f}"
 
@@ -200,7 +200,7 @@ def _table(model: str, task: str, cells: list[dict[str, Any]], lengths: list[int
     table = Table(
         title=Text(f"{task} · {model}"), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
     )
-    table.add_column("gap (tokens)" if retrieval else "length (tokens)", no_wrap=True)
+    table.add_column("gap, tokens" if retrieval else "length, tokens", no_wrap=True)
     for length in lengths:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)
     lines = RETRIEVAL_LINES if retrieval else LOSS_LINES
