@@ -11,11 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-import pickletools
 import platform
 import re
-import zipfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +22,7 @@ from atma_eval.errors import UserError, did_you_mean
 from atma_eval.models.config import AtmaConfig
 from atma_eval.spec import ModelSpec, check_device
 from atma_eval.tokenizer import Tokenizer, open_tokenizer
+from atma_eval.weights import FOVEAL_HINT, check_keys, fingerprint, first_line, read_weights
 
 if TYPE_CHECKING:
     import torch
@@ -32,13 +30,8 @@ if TYPE_CHECKING:
     from atma_eval.models.atma import Atma
 
 RANDOM_SEED = 0
-MAX_LISTED_KEYS = 12
 SMALL_MODEL = 20_000_000  # parameters
 RESTART_FILE = re.compile(r"-step-\d+\.pt$")
-FOVEAL_HINT = (
-    "it is a Foveal continual-pretraining restart file, whose attention sits under attn.base; "
-    "export the plain model from it first"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +70,9 @@ def find_model(spec: ModelSpec) -> ModelSource:
     if name.startswith("random:"):
         shape = name.removeprefix("random:")
         path = bundled_shapes().get(shape) or given_path(shape)
+        if not path.is_file():
+            allowed = did_you_mean(shape, bundled_shapes())
+            raise UserError(f"no configuration {shape!r} for random weights", f"{allowed}; or a path to a config.json")
         config = _read_config(path)
         label, weights = f"random:{path.stem}", None
     else:
@@ -138,58 +134,82 @@ class LoadedModel:
     details: dict[str, Any]
 
 
-def load_model(source: ModelSource, window: str | int) -> LoadedModel:
-    """Load weights strictly and place them. ``window`` is ``train``, ``full`` or a number of keys."""
+def describe_model(source: ModelSource, window: str | int) -> dict[str, Any]:
+    """What the manifest says of a model: found out, and its weight file checked, without loading it.
+
+    ``window`` is ``train``, ``full`` or a number of keys.
+    """
     import torch
 
     from atma_eval.models.atma import Atma
 
     device = _device(source.spec.device)
-    name = source.spec.dtype
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16"
-    dtype = getattr(torch, name)
-    trained = source.config.attn_window
-    applied = trained if window == "train" else None if window == "full" else int(window)
-    if source.config.attn_type == "none":
-        applied = None  # memory alone has no keys to look at through a window
-    config = dataclasses.replace(source.config, attn_window=applied)
+    dtype = source.spec.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+    config = _windowed(source, window)
     try:
         with torch.device("meta"):
-            model = Atma(config, q2_floor=source.spec.q2_floor)
-        if source.weights is None:
-            model = model.to_empty(device="cpu").init_weights(RANDOM_SEED)
+            skeleton = Atma(config)
     except (MemoryError, RuntimeError) as error:
-        raise UserError(f"cannot build the model of {source.path}: {_first_line(error)}", "is it too large?") from None
+        raise UserError(f"cannot build the model of {source.path}: {first_line(error)}", "is it too large?") from None
     if source.weights is None:
         described = json.dumps([dataclasses.asdict(source.config), RANDOM_SEED], sort_keys=True)
-        fingerprint = "random-" + hashlib.sha256(described.encode()).hexdigest()[:32]
+        identity = "random-" + hashlib.sha256(described.encode()).hexdigest()[:32]
     else:
-        fingerprint = _fingerprint(source.weights)
-        weights = _read_weights(source.weights)
-        _check_keys(weights, {k: v.shape for k, v in model.state_dict().items()}, source.weights)
-        model.load_state_dict(weights, strict=True, assign=True)
-    model.cast(dtype).to(device).eval().requires_grad_(False)
+        expected = {name: value.shape for name, value in skeleton.state_dict().items()}
+        check_keys(read_weights(source.weights), expected, source.weights)
+        identity = fingerprint(source.weights)
+    return {
+        "fingerprint": identity,
+        "path": str(source.path),
+        "architecture": source.architecture,
+        "num_parameters": sum(p.numel() for p in skeleton.parameters()),
+        "config": dataclasses.asdict(source.config),
+        "trained_window": source.config.attn_window,
+        "window": config.attn_window,
+        "dtype": dtype,
+        "q2_floor": source.spec.q2_floor,
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "implementations": _implementations(config),
+    }
+
+
+def load_model(source: ModelSource, window: str | int, details: dict[str, Any] | None = None) -> LoadedModel:
+    """Load weights strictly and place them; ``details`` are those of `describe_model`, where they are known."""
+    import torch
+
+    from atma_eval.models.atma import Atma
+
+    details = details or describe_model(source, window)
+    device = _device(source.spec.device)
+    with torch.device("meta"):
+        model = Atma(_windowed(source, window), q2_floor=source.spec.q2_floor)
+    if source.weights is None:
+        try:
+            model = model.to_empty(device="cpu").init_weights(RANDOM_SEED)
+        except (MemoryError, RuntimeError) as error:
+            raise UserError(f"cannot build {source.label}: {first_line(error)}", "is it too large?") from None
+    else:
+        model.load_state_dict(read_weights(source.weights), strict=True, assign=True)
+    model.cast(getattr(torch, details["dtype"])).to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         _share_cpu(model)
-    return LoadedModel(
-        label=source.label,
-        model=model,
-        details={
-            "fingerprint": fingerprint,
-            "path": str(source.path),
-            "architecture": source.architecture,
-            "num_parameters": sum(p.numel() for p in model.parameters()),
-            "config": dataclasses.asdict(source.config),
-            "trained_window": trained,
-            "window": applied,
-            "dtype": name,
-            "q2_floor": source.spec.q2_floor,
-            "device": device.type,
-            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-            "implementations": _implementations(config),
-        },
-    )
+    return LoadedModel(label=source.label, model=model, details=details)
+
+
+def _windowed(source: ModelSource, window: str | int) -> AtmaConfig:
+    """The config with the window that is to be applied."""
+    config = source.config
+    if isinstance(window, int) and config.attn_type == "none":
+        raise UserError(
+            f"window {window} was asked for, but {source.label} has no attention to apply it to (memory only)",
+            "leave --window out, or leave that model out",
+        )
+    if window == "train":
+        return config
+    return dataclasses.replace(config, attn_window=None if window == "full" else int(window))
 
 
 def _implementations(config: AtmaConfig) -> dict[str, str]:
@@ -229,109 +249,3 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device {name} was asked for; torch sees {torch.cuda.device_count()} GPUs", "use --device cpu")
     return device
-
-
-def _fingerprint(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _read_weights(path: Path) -> dict[str, Any]:
-    """A flat state dict from either format, known prefixes stripped."""
-    values = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
-    weights = {_strip_prefixes(str(key)): value for key, value in values.items()}
-    if len(weights) < len(values):
-        raise UserError(f"{path} holds some keys twice, with and without a prefix")
-    return weights
-
-
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: it is truncated or corrupt ({error})") from None
-
-
-def _read_pickle(path: Path) -> dict[Any, Any]:
-    import torch
-
-    _refuse_restart_file(path)
-    try:
-        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises several kinds for damaged or unsafe pickles
-        raise UserError(
-            f"{path} cannot be read with the weights-only loader: {_first_line(error)}", "is the file complete?"
-        ) from None
-    if isinstance(values, dict) and isinstance(values.get("model"), dict):
-        values = values["model"]
-    if not isinstance(values, dict) or not all(isinstance(v, torch.Tensor) for v in values.values()):
-        raise UserError(f"{path} holds no state dict", "expected name -> tensor, or that under the key model")
-    return values
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _strip_prefixes(key: str) -> str:
-    while (stripped := key.removeprefix("_orig_mod.").removeprefix("module.")) != key:
-        key = stripped
-    return key
-
-
-def _refuse_restart_file(path: Path) -> None:
-    """Name a Foveal restart file as such, from the strings of its pickle alone: nothing is unpickled."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            member = next(n for n in archive.namelist() if n.endswith("data.pkl"))
-            strings = {arg for _, arg, _ in pickletools.genops(archive.read(member)) if isinstance(arg, str)}
-    except Exception:  # no zip, or a damaged one, which raises a dozen kinds: the loader says what is wrong
-        return
-    if "optimizers" in strings or any("attn.base." in s for s in strings):
-        raise UserError(f"{path} cannot be evaluated", FOVEAL_HINT)
-
-
-def _check_keys(weights: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
-    """Every key must be there, none else, each of the right shape; all faults in one error."""
-    faults = []
-    for title, keys in (
-        ("missing", expected.keys() - weights.keys()),
-        ("unexpected", weights.keys() - expected.keys()),
-    ):
-        if keys:
-            faults.append(f"{len(keys)} {title}: {_listing(keys)}")
-    wrong = {
-        f"{key} is {list(weights[key].shape)}, not {list(shape)}"
-        for key, shape in expected.items()
-        if key in weights and weights[key].shape != shape
-    }
-    coded = {
-        f"{key} is {weights[key].dtype}" for key in expected if key in weights and not weights[key].is_floating_point()
-    }
-    if coded:
-        faults.append(f"{len(coded)} not of floating point: {_listing(coded)}")
-    if wrong:
-        faults.append(f"{len(wrong)} of another shape: {_listing(wrong)}")
-    if faults:
-        raise UserError(f"{path} does not fit its config.json: " + "; ".join(faults), _family_hint(weights))
-
-
-def _listing(names: Iterable[str]) -> str:
-    names = sorted(names)
-    more = f", and {len(names) - MAX_LISTED_KEYS} more" if len(names) > MAX_LISTED_KEYS else ""
-    return ", ".join(names[:MAX_LISTED_KEYS]) + more
-
-
-def _family_hint(weights: dict[str, Any]) -> str:
-    keys = list(weights)
-    if any("attn.base." in key for key in keys):
-        return FOVEAL_HINT
-    if any(key.endswith(("A_log", "dt_bias", "r_proj.weight")) for key in keys):
-        return "these keys belong to a Raven checkpoint, a separate model family that is not supported"
-    return "check attn_type, mem_enabled and the sizes in config.json against the weights"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -12,13 +13,16 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from atma_eval import __version__
 from atma_eval.console import plain_console
 from atma_eval.errors import UserError
 
-EXIT_OK, EXIT_FAILED_CELLS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_FAILED_CELLS, EXIT_INTERRUPTED = 1, 130  # bad input is 2
+SHORTER_HINT = "ask for shorter --lengths or fewer --trials"
 DEMO_MODEL, DEMO_TRIALS, DEMO_DOCS = "atma-demo", 8, 4
+MAX_LISTED_FAILURES = 3
 
 app = typer.Typer(
     name="atma-eval",
@@ -50,7 +54,9 @@ MODEL_HELP = (
 )
 Model = Annotated[list[str] | None, typer.Option("--model", "-m", help=MODEL_HELP, metavar="NAME")]
 Lengths = Annotated[str | None, typer.Option(help="2k..64k (doubling), 2k,3000,1m; k = 1,024.", metavar="LIST")]
-Text = Annotated[str, typer.Option(help="stdlib, a file, a folder, or a .jsonl with a text field.", metavar="SOURCE")]
+TextSource = Annotated[
+    str, typer.Option(help="stdlib, a file, a folder, or a .jsonl with a text field.", metavar="SOURCE")
+]
 PresetName = Annotated[
     str | None, typer.Option("--preset", "--task", help="See `atma-eval list`, or a path.", metavar="NAME")
 ]
@@ -89,7 +95,7 @@ def niah(
     lengths: Lengths = None,
     trials: Trials = None,
     docs: Docs = None,
-    text: Text = "stdlib",
+    text: TextSource = "stdlib",
     preset: PresetName = None,
     seed: Seed = None,
     window: Window = None,
@@ -108,10 +114,9 @@ def niah(
     Lengths name the gap. Every trial is scored with its controls: the needle absent, and another value of the
     same form. Repeating a command continues an interrupted run.
     """
-    if not model:
-        trials = DEMO_TRIALS if trials is None else trials
-        docs = DEMO_DOCS if docs is None else docs
     changes = {"lengths": lengths, "trials": trials, "docs": docs, "seed": seed, "repeat": repeat or None}
+    if not model:
+        changes |= _demo_defaults(trials=trials, docs=docs)
     _evaluate("niah", preset or "induction", changes, **_options(locals()))
 
 
@@ -120,7 +125,7 @@ def ppl(
     model: Model = None,
     lengths: Lengths = None,
     docs: PplDocs = None,
-    text: Text = "stdlib",
+    text: TextSource = "stdlib",
     preset: PresetName = None,
     seed: Seed = None,
     window: Window = None,
@@ -135,9 +140,9 @@ def ppl(
     quiet: Quiet = False,
 ) -> None:
     """Perplexity by length: nested prefixes of whole documents, each token scored once, and loss by position."""
-    if not model:
-        docs = DEMO_DOCS if docs is None else docs
     changes = {"lengths": lengths, "docs": docs, "seed": seed, "repeat": repeat or None}
+    if not model:
+        changes |= _demo_defaults(docs=docs)
     _evaluate("ppl", preset or "perplexity", changes, **_options(locals()))
 
 
@@ -153,6 +158,47 @@ def run(
     from atma_eval.spec import load_suite
 
     _execute(load_suite(suite, out), dry_run, as_json, quiet)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A bundled recipe (a name in configs/train) or a .yaml file.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="Checkpoint folder to write. Default: models/<recipe>.", metavar="DIR"),
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Folder of the resumable state. Default: runs/<recipe>.", metavar="DIR")
+    ] = None,
+    stop_after: Annotated[
+        int | None, typer.Option(help="Stop at this step; without it the same command goes on.", metavar="N")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads; another number may change the last bits.")] = 1,
+    quiet: Quiet = False,
+) -> None:
+    """Train a checkpoint from a recipe. Repeating a command continues an interrupted run, on a CPU to equal bits.
+
+    Several GPUs or processes: torchrun --nproc-per-node N -m atma_eval.training RECIPE
+    """
+    from atma_eval.training.run import TrainSpec, train
+
+    spec = TrainSpec(
+        recipe=recipe,
+        out=out,
+        work=work,
+        stop_after=stop_after,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        quiet=quiet,
+    )
+    try:
+        train(spec)
+    except KeyboardInterrupt:
+        _note("interrupted; the last checkpoint is kept, and the same command goes on from it")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 @app.command()
@@ -240,6 +286,13 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in _OPTIONS}
 
 
+def _demo_defaults(**given: int | None) -> dict[str, int | bool]:
+    """Few trials and documents, so that the first command a newcomer types ends soon; what was given stays."""
+    defaults = {"trials": DEMO_TRIALS, "docs": DEMO_DOCS}
+    filled = {name: defaults[name] if value is None else value for name, value in given.items()}
+    return filled | {"docs_at_most": given["docs"] is None}
+
+
 def _stdout() -> Console:
     """100 columns where output is not a terminal, so that a saved table is never cramped to 80."""
     console = plain_console()
@@ -285,15 +338,13 @@ def _evaluate(
         for name in names
     )
     if not model and not quiet:
-        what = (
-            f"{changes['trials']} trials over {changes['docs']} documents"
-            if command == "niah"
-            else f"{changes['docs']} documents"
-        )
+        documents = ("" if text == "stdlib" else "up to ") + f"{changes['docs']} documents"
+        what = f"{changes['trials']} trials over {documents}" if command == "niah" else documents
         _note(f"no --model given: evaluating the bundled {DEMO_MODEL} with {what}")
     if out is None:
-        # Another protocol, text or window gets another folder, so that a default run never meets unlike rows.
-        settings = [text, task_spec.window, models[0].dtype, device, tokenizer, q2_floor, getattr(task, "docs", None)]
+        # Another protocol, text or window gets another folder, where it meets no unlike rows.
+        where = text if text == "stdlib" else str(Path(text).absolute())
+        settings = [where, task_spec.window, models[0].dtype, device, tokenizer, q2_floor, task.docs]
         identity = json.dumps([task.protocol(), *settings], sort_keys=True)
         out = Path("results") / f"{command}-{preset.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     _execute(spec.RunSpec(models=models, tasks=(task_spec,), out=out), dry_run, as_json, quiet)
@@ -307,16 +358,19 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
     from atma_eval import runner
     from atma_eval.progress import RunProgress
     from atma_eval.records import RunDirectory
-    from atma_eval.report import summary, tables
+    from atma_eval.report import Tables, summary
 
     if dry_run:
         _show_plan(runner.prepare(spec), as_json)
         return
-    chance = {t.task.name: t.task.chance for t in spec.tasks if hasattr(t.task, "chance")}
+    chance = {t.task.name: t.task.chance for t in spec.tasks if t.task.chance is not None}
     console = _stdout()
     try:
         with RunDirectory(spec.out) as directory:  # first of all: a folder that cannot be written costs no work
-            cells = runner.prepare(spec)
+            try:
+                cells = runner.prepare(spec)
+            except MemoryError:
+                raise UserError("there is not enough memory for samples of this length", SHORTER_HINT) from None
             total = sum(cell.account.computed_tokens for cell in cells)
             live = console.is_terminal and not (as_json or quiet)
             with RunProgress(total, chance, live=live, quiet=quiet) as progress:
@@ -331,14 +385,16 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
             json.dumps({"out": str(spec.out), "num_rows": len(result.rows), "cells": cells_summary}, allow_nan=False)
         )
     else:
-        console.print(tables(cells_summary, chance))
+        console.print(Tables(cells_summary, chance))
     if not quiet:
         kept = len(result.rows) - result.num_new
         _note(
             f"{len(result.rows)} rows in {spec.out}/records.jsonl" + (f" ({kept} were there already)" if kept else "")
         )
-    for row in result.failed[:3]:
+    for row in result.failed[:MAX_LISTED_FAILURES]:
         _note(f"{row['key']}: {row['status']}: {row['error']}")
+    if len(result.failed) > MAX_LISTED_FAILURES:
+        _note(f"and {len(result.failed) - MAX_LISTED_FAILURES} more rows that are not ok")
     if result.failed:
         raise typer.Exit(EXIT_FAILED_CELLS)
 
@@ -351,7 +407,7 @@ def _show_plan(cells: list[Any], as_json: bool) -> None:
             "model": cell.source.label,
             "task": cell.spec.task.name,
             "tokenizer": cell.source.tokenizer.name,
-            "lengths": list(cell.spec.task.lengths),
+            "lengths": {length: dataclasses.asdict(at) for length, at in sorted(cell.account.by_length.items())},
             "num_samples": cell.account.num_samples,
             "num_documents": len(cell.text.documents),
             "longest_sequence": cell.account.longest,
@@ -364,16 +420,20 @@ def _show_plan(cells: list[Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"computed_tokens": computed, "naive_tokens": naive, "cells": plan}))
         return
-    table = Table(title="plan", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for column in ("model", "task", "samples", "documents", "longest", "computed", "naive"):
-        table.add_column(column, justify="left" if column in ("model", "task") else "right")
-    for entry in plan:
-        counts = ("num_samples", "num_documents", "longest_sequence", "computed_tokens", "naive_tokens")
-        table.add_row(entry["model"], entry["task"], *(f"{entry[name]:,}" for name in counts))
     console = _stdout()
-    console.print(table)
-    for task, lengths in {entry["task"]: entry["lengths"] for entry in plan}.items():
-        console.print(f"lengths of {task}: {', '.join(f'{length:,}' for length in lengths)}")
+    for entry in plan:
+        title = (
+            f"{entry['task']} · {entry['model']}, {entry['num_documents']} documents, {entry['tokenizer']} tokenizer"
+        )
+        table = Table(title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        for column in ("length", "samples", "controls", "tokens of a sequence", "x training length"):
+            table.add_column(column, justify="right")
+        for length, at in entry["lengths"].items():
+            span = f"{at['shortest']:,}" + (f"–{at['longest']:,}" if at["longest"] > at["shortest"] else "")
+            trained = entry["training_length"]
+            factor = f"{length / trained:g}" if trained else "unknown"
+            table.add_row(f"{length:,}", str(at["num_samples"]), str(at["num_controls"]), span, factor)
+        console.print(table)
     console.print(
         f"{computed:,} tokens to compute; {naive:,} if every sample were its own sequence "
         f"({naive / computed:.1f} times as many)"
@@ -389,4 +449,4 @@ def main() -> None:
         console.print(f"error: {error.message}", style="red")
         if error.hint:
             console.print(f"hint: {error.hint}")
-        sys.exit(EXIT_BAD_INPUT)
+        sys.exit(error.exit_code)

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 class UserError(Exception):
     """What was wrong and with which value, and a hint at what would work."""
 
+    exit_code = 2
+
     def __init__(self, message: str, hint: str | None = None):
         super().__init__(message)
         self.message = message
@@ -16,6 +18,12 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class ComputationError(UserError):
+    """The request was sound, but its computation failed: out of memory, or numbers that are not finite."""
+
+    exit_code = 1
 
 
 def did_you_mean(value: str, allowed: Iterable[str]) -> str:

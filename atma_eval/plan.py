@@ -99,6 +99,16 @@ class PrefixTree:
 
 
 @dataclass
+class LengthAccount:
+    """Samples of one length: of the task itself, of its controls, and the tokens of their sequences."""
+
+    num_samples: int = 0
+    num_controls: int = 0
+    shortest: int = 0
+    longest: int = 0
+
+
+@dataclass
 class Account:
     """Tokens of a plan against a sweep in which every sample is its own full sequence."""
 
@@ -106,6 +116,7 @@ class Account:
     computed_tokens: int = 0
     naive_tokens: int = 0
     longest: int = 0
+    by_length: dict[int, LengthAccount] = field(default_factory=dict)
 
     def add(self, samples: list[Sample]) -> None:
         tree = PrefixTree.merge(samples)
@@ -113,3 +124,9 @@ class Account:
         self.computed_tokens += tree.num_tokens
         self.naive_tokens += sum(len(sample.tokens) for sample in samples)
         self.longest = max(self.longest, tree.longest)
+        for sample in samples:
+            count = len(sample.tokens)
+            at = self.by_length.setdefault(sample.length, LengthAccount(shortest=count))
+            at.num_samples += sample.control == "none"
+            at.num_controls += sample.control != "none"
+            at.shortest, at.longest = min(at.shortest, count), max(at.longest, count)

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from atma_eval.console import plain_console
-from atma_eval.report import summary, tables
+from atma_eval.report import Tables, summary
 
 LINE_EVERY_S = 15.0
 VIEW_EVERY_S = 1.0  # estimates cost more than a frame of the display
@@ -117,6 +117,6 @@ class RunProgress:
         if self._rows and len(self._rows) != self._seen[0] and now - self._seen[1] >= VIEW_EVERY_S:
             last = self._rows[-1]
             mine = [r for r in self._rows if (r["model"], r["task"]) == (last["model"], last["task"])]
-            self._table = tables(summary(mine), self._chance)
+            self._table = Tables(summary(mine), self._chance)
             self._seen = (len(self._rows), now)
         return Group(self._table, self._bar)

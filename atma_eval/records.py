@@ -36,7 +36,6 @@ FIELDS = (
 ).split()
 # What may differ between a run and the same run interrupted and resumed.
 VOLATILE_FIELDS = ("run_id", "elapsed_s", "peak_memory_bytes")
-STATUSES = ("ok", "oom", "nan", "too_long", "error")
 # What must agree before rows of a model may be added to those already there.
 MODEL_IDENTITY = ("fingerprint", "config", "dtype", "device", "q2_floor", "tokenizer_fingerprint")
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken")
@@ -84,6 +83,7 @@ class RunDirectory:
     def __init__(self, path: Path):
         self.path = path
         self._created = [folder for folder in (path, *path.parents) if not folder.exists()]
+        self._new_file = not (path / "records.jsonl").exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._file = (path / "records.jsonl").open("a+b")
@@ -230,11 +230,11 @@ class RunDirectory:
         return self._curves
 
     def close(self) -> None:
-        """Release the folder; one that was made for a request that came to nothing is taken away again."""
+        """Release the folder; what was made for a request that came to nothing is taken away again."""
         self._file.close()
-        if self._created and not self.rows and not self.manifest:
-            (self.path / "records.jsonl").unlink(missing_ok=True)
+        if self._new_file and not self.rows and not self.manifest:
             with contextlib.suppress(OSError):
+                (self.path / "records.jsonl").unlink()
                 for folder in self._created:
                     folder.rmdir()
 
@@ -265,14 +265,15 @@ def _task_differences(known: dict[str, Any], asked: dict[str, Any]) -> Iterable[
             yield f"{name} (was {_short(known['protocol'].get(name))}, now {_short(asked['protocol'].get(name))})"
     if known["window"] != asked["window"]:
         yield f"window (was {_short(known['window'])}, now {_short(asked['window'])})"
-    for name in sorted({*known["text"], *asked["text"]} - {"documents"}):
-        if known["text"].get(name) != asked["text"].get(name):
-            yield f"text {name} (was {_short(known['text'].get(name))}, now {_short(asked['text'].get(name))})"
     before, now = ([d["sha256"] for d in t["text"]["documents"]] for t in (known, asked))
     # a task that only ever appends documents may have fewer or more of them; dealt-out pools must be equal
     shared = min(len(before), len(now)) if asked["text"]["documents_may_grow"] else max(len(before), len(now))
     if before[:shared] != now[:shared]:
-        yield f"text documents (was {len(before)}, now {len(now)}, not the same ones)"
+        sources = (known["text"]["source"], asked["text"]["source"])
+        yield (
+            f"text documents (was {len(before)} of {sources[0]}, now {len(now)} of {sources[1]}: "
+            "another text, --docs or longest length leaves other documents)"
+        )
 
 
 def _short(value: Any) -> str:
@@ -288,18 +289,12 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the checkout this package runs from; ``None`` outside one."""
+    """Commit of the checkout this package runs from; ``None`` where it is installed, whatever folder that is in."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
     try:
-        command = [
-            "git",
-            "-C",
-            str(Path(__file__).parent),
-            "describe",
-            "--always",
-            "--dirty",
-            "--abbrev=40",
-            "--exclude=*",
-        ]
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from atma_eval.stats import Estimate, clustered_mean, clustered_share, wilson
 
 Row = dict[str, Any]
-COLUMNS_PER_TABLE = 6  # lengths side by side that fit 100 columns
+LABEL_WIDTH, COLUMN_WIDTH = 15, 14  # with the space between columns
 MAX_EXPONENT = 700.0  # beyond it the perplexity is no longer a number; the loss still is
 
 
@@ -162,36 +162,51 @@ def _cell(cell: dict[str, Any] | None, metric: str) -> Text:
     return text
 
 
-def tables(cells: list[dict[str, Any]], chance: dict[str, dict[str, float]] | None = None) -> RenderableType:
-    """All cells as tables of at most 100 columns: lengths across, metrics and controls down, failures named below."""
-    parts: list[RenderableType] = []
-    for model, task in dict.fromkeys((cell["model"], cell["task"]) for cell in cells):
-        mine = [cell for cell in cells if (cell["model"], cell["task"]) == (model, task)]
-        lengths = sorted({cell["length"] for cell in mine})
-        starts = range(0, len(lengths), COLUMNS_PER_TABLE)
-        parts += [_table(model, task, mine, lengths[start : start + COLUMNS_PER_TABLE]) for start in starts]
-        if mine[0]["retrieval"]:
-            line = "95 % intervals: Wilson over trials for exact and first token, else t over documents."
-            guess = (chance or {}).get(task)
-            if guess:
-                line += f" Chance: exact {guess['exact']:g}, first token {guess['first_token']:g}."
-            parts.append(Text(line, style="dim"))
-        else:
-            parts.append(Text("95 % t intervals over documents.", style="dim"))
+class Tables:
+    """All cells as tables: lengths across, metrics and controls down, failures named below.
+
+    As many lengths stand side by side as the console has room for; six fit 100 columns.
+    """
+
+    def __init__(self, cells: list[dict[str, Any]], chance: dict[str, dict[str, float]] | None = None):
+        self._cells, self._chance = cells, chance or {}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        step = max(1, (options.max_width - LABEL_WIDTH) // COLUMN_WIDTH)
+        for model, task in dict.fromkeys((cell["model"], cell["task"]) for cell in self._cells):
+            mine = [cell for cell in self._cells if (cell["model"], cell["task"]) == (model, task)]
+            lengths = sorted({cell["length"] for cell in mine})
+            for start in range(0, len(lengths), step):
+                yield _table(model, task, mine, lengths[start : start + step])
+            yield Text(self._footnote(task, mine), style="dim")
             by_position = _position_table(mine)
             if by_position is not None:
-                parts.append(by_position)
-    failures = [
-        f"{cell['model']}, {cell['task']} at {cell['length']:,}"
-        + (f" ({cell['control']})" if cell["control"] != "none" else "")
-        + ": "
-        + ", ".join(f"{count} {status}" for status, count in cell["statuses"].items() if status != "ok")
-        for cell in cells
-        if set(cell["statuses"]) != {"ok"}
-    ]
-    if failures:
-        parts.append(Text("not scored, and left out of the means:\n" + "\n".join(failures), style="red"))
-    return Group(*parts)
+                yield by_position
+        failures = _failures(self._cells)
+        if failures:
+            yield Text("not scored, and left out of the means:\n" + "\n".join(failures), style="red")
+
+    def _footnote(self, task: str, cells: list[dict[str, Any]]) -> str:
+        clusters = "documents" if max(cell["num_documents"] for cell in cells) != 1 else "trials, of one document"
+        if not cells[0]["retrieval"]:
+            return "95 % t intervals over documents."
+        line = (
+            f"95 % intervals: Wilson over trials for exact, first token, and all or none right; else t over {clusters}."
+        )
+        guess = self._chance.get(task)
+        if guess:
+            line += f" Chance: exact {guess['exact']:g}, first token {guess['first_token']:g}."
+        return line
+
+
+def _failures(cells: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for cell in cells:
+        counts = [f"{count} {status}" for status, count in cell["statuses"].items() if status != "ok"]
+        if counts:
+            control = f" ({cell['control']})" if cell["control"] != "none" else ""
+            lines.append(f"{cell['model']}, {cell['task']} at {cell['length']:,}{control}: {', '.join(counts)}")
+    return lines
 
 
 def _table(model: str, task: str, cells: list[dict[str, Any]], lengths: list[int]) -> Table:
@@ -208,9 +223,10 @@ def _table(model: str, task: str, cells: list[dict[str, Any]], lengths: list[int
         ends = i + 1 == len(lines) or lines[i + 1][1] != control
         row = [_cell(at.get((control, length)), metric) for length in lengths]
         table.add_row(label, *row, end_section=ends and control in ("none", "format"))
-    unit = "n (trials)" if retrieval else "n (documents)"
-    counts = [at.get(("none", length)) for length in lengths]
-    table.add_row(unit, *(str(cell["n"]) if cell else "…" for cell in counts), style="dim")
+    counted = [at.get(("none", length)) for length in lengths]
+    for label, name in (("n (trials)", "n"), ("n (documents)", "num_documents")):
+        if retrieval or name == "num_documents":
+            table.add_row(label, *(str(cell[name]) if cell else "…" for cell in counted), style="dim")
     return table
 
 

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from atma_eval.checkpoint import LoadedModel, ModelSource, find_model, load_model
+from atma_eval.checkpoint import LoadedModel, ModelSource, describe_model, find_model, load_model
 from atma_eval.errors import UserError
 from atma_eval.plan import Account, Node, PrefixTree
 from atma_eval.records import SCHEMA, RunDirectory
 from atma_eval.spec import RunSpec, TaskSpec
 from atma_eval.tasks.base import Sample, Scored, TaskText
-from atma_eval.tasks.perplexity import position_buckets
 from atma_eval.text import TextSource, open_text
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def _cell(source: ModelSource, spec: TaskSpec, origin: TextSource, text: TaskTex
         text_manifest={
             **origin.manifest(list(text.documents)),
             "repeated": text.repeated,
-            "documents_may_grow": spec.task.family == "perplexity",
+            "documents_may_grow": spec.task.documents_may_grow,
         },
         keys=frozenset(keys),
         account=account,
@@ -126,16 +125,21 @@ def run(spec: RunSpec, cells: list[Cell], events: Events, directory: RunDirector
         if row["key"] in wanted:
             result.rows.append(row)
             events.on_row(row)
+    details = _agree(directory, cells)
     loaded: LoadedModel | None = None
     at: tuple[str, str | int] | None = None
-    for cell in cells:
+    for cell, described in zip(cells, details, strict=True):
+        if cell.text.num_too_short:
+            events.on_message(
+                f"{cell.spec.task.name}: {cell.text.num_too_short} documents of {cell.text_manifest['source']} are too "
+                f"short for these lengths and left out; {len(cell.text.documents)} are used"
+            )
         if at != (cell.source.label, cell.spec.window):
             loaded = None  # free the last model before the next is loaded
             gc.collect()
-            loaded = load_model(cell.source, cell.spec.window)
+            loaded = load_model(cell.source, cell.spec.window, described)
             at = (cell.source.label, cell.spec.window)
         assert loaded is not None
-        _agree(directory, cell, loaded)
         for row in _run_cell(cell, loaded.model, directory, events):
             result.rows.append(row)
             result.num_new += 1
@@ -143,19 +147,30 @@ def run(spec: RunSpec, cells: list[Cell], events: Events, directory: RunDirector
     return result
 
 
-def _agree(directory: RunDirectory, cell: Cell, loaded: LoadedModel) -> None:
-    task = cell.spec.task
-    tokenizer = cell.source.tokenizer
-    details = {name: value for name, value in loaded.details.items() if name != "window"}
-    details.update(tokenizer=tokenizer.name, tokenizer_fingerprint=tokenizer.fingerprint)
-    asked = {
-        "protocol": task.protocol(),
-        "window": loaded.details["window"],
-        "text": cell.text_manifest,
-        "lengths": list(task.lengths),
-        "trials": task.num_trials or len(cell.text.documents),
-    }
-    directory.agree({loaded.label: details}, {loaded.label: {task.name: asked}})
+def _agree(directory: RunDirectory, cells: list[Cell]) -> list[dict[str, Any]]:
+    """Check every model's file and every cell against what the folder holds, before the first row; model details."""
+    models: dict[str, Any] = {}
+    tasks: dict[str, Any] = {}
+    details = []
+    for cell in cells:
+        task, tokenizer = cell.spec.task, cell.source.tokenizer
+        described = describe_model(cell.source, cell.spec.window)
+        details.append(described)
+        own = {name: value for name, value in described.items() if name != "window"}
+        models[cell.source.label] = {
+            **own,
+            "tokenizer": tokenizer.name,
+            "tokenizer_fingerprint": tokenizer.fingerprint,
+        }
+        tasks.setdefault(cell.source.label, {})[task.name] = {
+            "protocol": task.protocol(),
+            "window": described["window"],
+            "text": cell.text_manifest,
+            "lengths": list(task.lengths),
+            "trials": task.num_trials or len(cell.text.documents),
+        }
+    directory.agree(models, tasks)
+    return details
 
 
 def _run_cell(cell: Cell, model: LanguageModel, directory: RunDirectory, events: Events) -> Iterator[dict[str, Any]]:
@@ -172,11 +187,8 @@ def _run_cell(cell: Cell, model: LanguageModel, directory: RunDirectory, events:
                 now = time.perf_counter()
                 if id(sample) in missing:
                     row = _row(cell, directory, sample, scored, status, error)
-                    row.update(elapsed_s=round(now - started, 6), peak_memory_bytes=_peak_memory_bytes())
-                    curve = None
-                    if row["status"] == "ok" and cell.spec.task.family == "perplexity":
-                        assert scored is not None
-                        curve = position_buckets(scored.nll)
+                    row.update(elapsed_s=round(now - started, 6), peak_memory_bytes=_peak_memory_bytes(model))
+                    curve = cell.spec.task.curve(scored) if scored is not None and row["status"] == "ok" else None
                     row = directory.append(row, curve)
                     events.on_row(row)
                     yield row
@@ -190,7 +202,8 @@ def _row(
     task = cell.spec.task
     if scored is not None and not np.isfinite(scored.nll).all():
         first = int(np.flatnonzero(~np.isfinite(scored.nll))[0])
-        scored, status, error = None, "nan", f"the loss of target {first} of {len(sample.tokens)} tokens is not finite"
+        place = f"target {first + 1} of {len(scored.nll)}"
+        scored, status, error = None, "nan", f"the loss of {place} is not finite"
     outcome = task.outcome(sample, scored) if scored is not None else {}
     return {
         "schema": SCHEMA,
@@ -223,11 +236,13 @@ def _sample_hash(sample: Sample) -> str:
     return digest.hexdigest()[:16]
 
 
-def _peak_memory_bytes() -> int:
+def _peak_memory_bytes(model: LanguageModel) -> int:
+    """Most memory so far: allocated on the model's GPU, or resident of this process."""
     import torch
 
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    device = next(iter(model.parameters())).device
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -267,7 +282,7 @@ def walk(model: LanguageModel, samples: list[Sample]) -> Iterator[tuple[Sample, 
                 places = node.start + np.flatnonzero(wanted)
                 nll[places], argmax[places] = scores.nll, scores.argmax
         except Exception as failure:  # recorded as an outcome; the run goes on
-            status, error = _classify(failure), " ".join(f"{type(failure).__name__}: {failure}".split())[:500]
+            status, error = classify_failure(failure), " ".join(f"{type(failure).__name__}: {failure}".split())[:500]
         if status is not None:  # outside the except, whose traceback would keep the tensors alive
             if session is not None:
                 session.close()
@@ -288,7 +303,8 @@ def walk(model: LanguageModel, samples: list[Sample]) -> Iterator[tuple[Sample, 
         pending.extend(reversed(branches))
 
 
-def _classify(failure: Exception) -> str:
+def classify_failure(failure: Exception) -> str:
+    """The status of a row whose computation raised: ``oom`` or ``error``."""
     import torch
 
     if isinstance(failure, MemoryError | torch.OutOfMemoryError):

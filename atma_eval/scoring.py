@@ -11,9 +11,11 @@ from typing import IO
 import numpy as np
 
 from atma_eval.checkpoint import find_model, load_model
-from atma_eval.errors import UserError
+from atma_eval.errors import ComputationError, UserError
+from atma_eval.runner import classify_failure
 from atma_eval.spec import ModelSpec
 from atma_eval.text import read_document
+from atma_eval.weights import first_line
 
 
 def _read_tokens(path: Path, vocab_size: int) -> np.ndarray:
@@ -71,8 +73,17 @@ def score_file(
         loaded = load_model(source, window)
         from atma_eval.session import DEFAULT_CHUNK, Session
 
-        session = Session(loaded.model, chunk=chunk or DEFAULT_CHUNK, capacity=len(sequence))
-        session.extend(sequence[:1])
-        scores = session.score(sequence[1:])
+        failure = None
+        try:
+            session = Session(loaded.model, chunk=chunk or DEFAULT_CHUNK, capacity=len(sequence))
+            session.extend(sequence[:1])
+            scores = session.score(sequence[1:])
+        except Exception as error:
+            failure = ComputationError(f"{source.label}: {classify_failure(error)}: {first_line(error)}")
+        if failure is not None:  # outside the except, whose traceback would keep the tensors alive
+            raise failure
+        bad = np.flatnonzero(~np.isfinite(scores.nll))
+        if len(bad):
+            raise ComputationError(f"{source.label}: the loss of token {bad[0] + 1} of {len(sequence)} is not finite")
         np.savez(file, tokens=sequence, nll=scores.nll, argmax=scores.argmax)
     return f"{len(sequence):,} tokens, {scores.nll.mean(dtype=np.float64):.4f} nats per token, in {out}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import string
 from dataclasses import dataclass
@@ -29,15 +30,17 @@ DTYPES = {
     "fp16": "float16",
     "float16": "float16",
 }
+MAX_LENGTH = 2**28
+MAX_DIGITS = 18
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
-LENGTHS_HINT = "lengths are like 2048, 2k or 1m (k = 1024), a list 2k,4k,8k or a doubling range 2k..64k"
+LENGTHS_HINT = "lengths are like 2048, 2k or 1m (k = 1024), a list 2k,4k,8k or a doubling range 2k..64k; from 1 to 256m"
 
 
 def parse_length(text: str) -> int:
     """``2048``, ``2k`` or ``1m`` (k = 1,024) as a number of tokens."""
     match = re.fullmatch(r"([0-9]{1,12})([km]?)", text.strip().lower())
     value = int(match[1]) * _UNITS[match[2]] if match else 0
-    if value < 1:
+    if not 1 <= value <= MAX_LENGTH:
         raise UserError(f"bad length {text.strip()!r}", LENGTHS_HINT)
     return value
 
@@ -88,7 +91,7 @@ def parse_dtype(value: str) -> str:
 
 def check_device(value: str) -> None:
     """Refuse what is no device name; whether the device is there, only torch can say."""
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", value):
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
         raise UserError(f"unknown device {value!r}", "allowed: auto, cpu, cuda, cuda:N")
 
 
@@ -125,7 +128,13 @@ class Preset:
     @property
     def fields(self) -> set[str]:
         """What a preset of this family may set."""
-        return {f.name for f in dataclasses.fields(FAMILIES[self.family])} - {"name", "family"}
+        return {f.name for f in dataclasses.fields(FAMILIES[self.family])} - {
+            "name",
+            "family",
+            "docs_at_most",
+            "chance",
+            "documents_may_grow",
+        }
 
 
 def load_preset(name: str, allowed_families: tuple[str, ...] | None = None) -> Preset:
@@ -134,6 +143,7 @@ def load_preset(name: str, allowed_families: tuple[str, ...] | None = None) -> P
     path = presets.get(name)
     if path is None and name.endswith((".yaml", ".yml")):
         path = given_path(name)
+        path = path if path.is_file() else None
     if path is None:
         fitting = [n for n in presets if not allowed_families or load_preset(n).family in allowed_families]
         raise UserError(f"unknown preset {name!r}", did_you_mean(name, fitting) + "; or a path to a .yaml file")
@@ -152,13 +162,19 @@ def load_preset(name: str, allowed_families: tuple[str, ...] | None = None) -> P
 
 
 def build_task(preset: Preset, **overrides: Any) -> Task:
-    """The task of a preset with the given fields replaced; ``None`` keeps the preset's value."""
+    """The task of a preset with the given fields replaced; ``None`` keeps the preset's value.
+
+    A preset's ``docs`` is what to take where there are so many; one that is given here must be met, unless
+    ``docs_at_most`` says otherwise.
+    """
     values = {**preset.values, **{k: v for k, v in overrides.items() if v is not None}}
+    values.setdefault("docs_at_most", overrides.get("docs") is None)
     if "lengths" in values and not isinstance(values["lengths"], tuple):
         values["lengths"] = parse_lengths(values["lengths"])
     values.setdefault("seed", DEFAULT_SEED)
     family = FAMILIES[preset.family]
     types = {"cue": str, "end": str, "digit_prefix": str, "draws": str, "inner_start": bool, "repeat": bool}
+    types["docs_at_most"] = bool
     for name, value in values.items():
         kind = types.get(name, int)
         if name == "lengths" or (name == "docs" and value is None):
@@ -168,6 +184,9 @@ def build_task(preset: Preset, **overrides: Any) -> Task:
     for name in ("trials", "docs", "key_digits", "num_digits"):
         if values.get(name) is not None and values[name] < 1:
             raise UserError(f"{preset.name}: {name} is {values[name]}", "allowed: at least 1")
+    for name in ("key_digits", "num_digits"):
+        if values.get(name, 1) > MAX_DIGITS:
+            raise UserError(f"{preset.name}: {name} is {values[name]}", f"allowed: 1 to {MAX_DIGITS}")
     if values.get("draws", "trial") not in ("trial", "sequence"):
         raise UserError(f"{preset.name}: draws is {values['draws']!r}", "allowed: trial, sequence")
     if "cue" in values and not _is_template(values["cue"]):
@@ -176,7 +195,7 @@ def build_task(preset: Preset, **overrides: Any) -> Task:
         return family(name=preset.name, **values)
     except TypeError as error:
         missing = str(error).rpartition(":")[2].strip()
-        raise UserError(f"preset {preset.name} lacks {missing}") from None
+        raise UserError(f"preset {preset.name} lacks {missing}", "add what is missing to its .yaml file") from None
 
 
 def _is_template(text: str) -> bool:
@@ -197,6 +216,12 @@ class ModelSpec:
     dtype: str = "auto"
     device: str = "auto"
     q2_floor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.q2_floor is not None and not 0 < self.q2_floor < math.inf:
+            raise UserError(
+                f"the floor of the participation ratio is {self.q2_floor}", "allowed: above 0, such as 1e-6"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,14 +53,17 @@ def clustered_mean(values: Sequence[float], clusters: Sequence[str]) -> Estimate
     """Mean of all values, with a t interval that takes values of one cluster (a document) as dependent.
 
     The standard error is that of cluster totals about the mean (linearised), with as many degrees of freedom as
-    clusters less one; unlike a bootstrap it stays wide when there are few. One cluster, or values that are all equal,
-    give no interval. Where no value is negative, as losses are not, the interval is not either.
+    clusters less one; unlike a bootstrap it stays wide when there are few. Where there is one cluster the values are
+    taken on their own, and the interval speaks of that cluster only. One value, or values that are all equal, give
+    no interval. Where no value is negative, as losses are not, the interval is not either.
     """
     x = np.asarray(values, dtype=np.float64)
     if len(x) == 0:
         return Estimate(None, None, None, 0)
     mean = float(x.mean())
     names, index = np.unique(np.asarray(clusters), return_inverse=True)
+    if len(names) == 1:
+        names, index = np.arange(len(x)), np.arange(len(x))
     if len(names) < 2 or np.all(x == x[0]):  # a width of exactly zero would claim certainty
         return Estimate(mean, None, None, len(x))
     totals = np.bincount(index, weights=x - mean)

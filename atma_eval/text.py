@@ -108,7 +108,7 @@ def _jsonl(path: Path) -> tuple[Document, ...]:
     documents = []
     seen: set[str] = set()
     # JSON strings may hold other line separators as they are; only a newline ends a row
-    for number, line in enumerate(read_document(path, path.name).text.split("\n"), start=1):
+    for number, line in enumerate(read_document(path, path.name).text.removeprefix("\ufeff").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -146,5 +146,5 @@ def open_text(name: str) -> TextSource:
         raise UserError(f"no text at {name!r}", "--text takes stdlib, a file, a folder, or a .jsonl with a text field")
     documents = tuple(d for d in documents if d.data)
     if not documents:
-        raise UserError(f"{name} is empty")
+        raise UserError(f"{name} is empty", "give a text with something in it, or --text stdlib")
     return TextSource(str(path), documents, {})

@@ -13,11 +13,12 @@ import torch
 from conftest import TINY, golden_case, needs_golden, tiny_model
 from safetensors.torch import save_file
 
-from atma_eval.checkpoint import MAX_LISTED_KEYS, ModelSource, find_model, load_model
+from atma_eval.checkpoint import ModelSource, find_model, load_model
 from atma_eval.errors import UserError
 from atma_eval.models.atma import FP32_PARAMETERS
 from atma_eval.models.config import AtmaConfig
 from atma_eval.spec import ModelSpec
+from atma_eval.weights import MAX_LISTED_KEYS
 
 
 def open_model(name: str | Path, window: str | int = "train", **options: str):
@@ -387,9 +388,9 @@ def test_names_that_lead_nowhere(tmp_path, weights, monkeypatch):
         "": "unknown model ''",
         "x" * 300: "cannot look at",
         "~nobody-here/model": "unknown model",
-        "random:": "cannot read",
-        "random:nosuch.json": "cannot read nosuch.json",
-        "random:empty": "cannot read empty",
+        "random:": "no configuration ''",
+        "random:nosuch.json": "no configuration 'nosuch.json'",
+        "random:empty": "no configuration 'empty'",
         "hf:owner/name@revision": "hf:owner/name@revision",
         "empty": "has no config.json",
         "only_config": "has no weights",

@@ -155,7 +155,7 @@ BAD_INPUT = [  # command, part of the error, part of the hint (None: no hint pro
     (f"ppl {M} --lengths 1e3", "'1e3'", "2k..64k"),
     (f"niah {M} --lengths 5", "a gap of 5 tokens", "is 11"),
     (f"niah {M} --lengths 10,2k", "a gap of 10 tokens", "is 11"),
-    (f"niah {M} --preset access-code --lengths 16", "a gap of 16 tokens", "is 48"),
+    (f"niah {M} --preset access-code --lengths 16", "as 10 tokens", "one token"),
     (f"niah {M} --trials 0", "--trials is 0", "at least 1"),
     (f"niah {M} --trials=-3", "--trials is -3", "at least 1"),
     (f"niah {M} --docs 0", "--docs is 0", "at least 1"),

@@ -177,8 +177,8 @@ def test_trials_are_the_same_at_every_length_and_model(finished):
 def test_nan_becomes_rows_and_the_run_goes_on(tmp_path, tiny_name, monkeypatch):
     load = runner.load_model
 
-    def broken(source, window):
-        loaded = load(source, window)
+    def broken(source, window, details):
+        loaded = load(source, window, details)
         forward = loaded.model.forward
 
         def failing(tokens, state=None, last=None):

@@ -111,7 +111,7 @@ def test_the_first_token_cannot_be_scored():
 
 
 def sample(key: str, ids: np.ndarray, span: tuple[int, int]) -> Sample:
-    return Sample(key=key, group="g", tokens=ids.astype(np.int32), span=span, length=len(ids), trial=0, text_id="t")
+    return Sample(key=key, tokens=ids.astype(np.int32), span=span, length=len(ids), trial=0, text_id="t")
 
 
 def bushy_samples() -> list[Sample]:

@@ -48,7 +48,8 @@ def test_values_of_one_cluster_count_once():
 def test_too_little_for_an_interval():
     assert wilson(0, 0).mean is None
     assert clustered_mean([], []).mean is None
-    assert clustered_mean([1.0, 2.0], ["a", "a"])[:3] == (1.5, None, None)
+    assert clustered_mean([1.0], ["a"])[:3] == (1.0, None, None)
+    assert clustered_mean([1.0, 2.0], ["a", "a"]) == clustered_mean([1.0, 2.0], ["a", "b"])
     assert clustered_mean([2.0, 2.0], ["a", "b"])[:3] == (2.0, None, None)
     assert clustered_share([1.0, 1.0, 1.0], list("abc")) == wilson(3, 3)
     wide = clustered_share([1.0, 1.0, 0.2], list("abc"))

@@ -166,9 +166,25 @@ def source_of(*texts: str) -> TextSource:
     return TextSource("test", tuple(Document(f"d{i}", t.encode()) for i, t in enumerate(texts)), {})
 
 
-def choose(source: TextSource, required: int, *, wanted: int | None = None, repeat: bool = False, tokenizer=None):
-    tokenizer = tokenizer or ByteTokenizer()
-    return select_documents(source, tokenizer, required=required, wanted=wanted, repeat=repeat, what="task")
+def choose(source: TextSource, required: int, *, wanted: int | None = None, repeat: bool = False, **options):
+    options = {"tokenizer": ByteTokenizer(), "docs_at_most": False, "shuffle": None, **options}
+    return select_documents(source, required=required, docs=wanted, repeat=repeat, what="task", **options)
+
+
+def test_fewer_documents_will_do_where_they_may():
+    source = TextSource("t", tuple(Document(f"d{i}", b"x" * size) for i, size in enumerate([5, 50, 60])), {})
+    chosen = choose(source, 10, wanted=3, docs_at_most=True)
+    assert [d.text_id for d in chosen.documents] == ["d1", "d2"]
+    assert chosen.num_too_short == 1
+
+
+def test_order_by_seed_survives_leaving_documents_out():
+    source = TextSource("t", tuple(Document(f"d{i}", bytes([65 + i]) * (10 + 10 * i)) for i in range(12)), {})
+    orders = {seed: [d.text_id for d in choose(source, 1, shuffle=seed).documents] for seed in ("1", "2")}
+    assert sorted(orders["1"]) == sorted(orders["2"])
+    assert orders["1"] != orders["2"]
+    longer = [d.text_id for d in choose(source, 70, shuffle="1").documents]
+    assert longer == [name for name in orders["1"] if name in longer]
 
 
 class Halves(ByteTokenizer):

@@ -17,12 +17,17 @@ from atma_eval.kernels.polar import PolarParameters, polar_reference, polar_trai
 from atma_eval.models.atma import Atma
 from atma_eval.models.config import AtmaConfig
 from atma_eval.text import Document, stdlib_held_out, stdlib_training
+from atma_eval.tokenizer import ByteTokenizer
 from atma_eval.training.card import LOSS_BYTES, Measured, Recall, measure_loss, measure_recall, model_card
-from atma_eval.training.data import DOCUMENT_START, RECORD_BYTES, VALUE_DIGITS, Corpus, draw_batch
-from atma_eval.training.loop import Trainer, read_recipe, recipe_from_dict
+from atma_eval.training.data import draw_batch
+from atma_eval.training.loop import Trainer
+from atma_eval.training.recipe import read_recipe, recipe_from_dict, recipe_of
+from atma_eval.training.sources import Corpus
+from atma_eval.training.synthetic import RECORD_BYTES, VALUE_DIGITS
 from atma_eval.training.trigram import ByteTrigram
 
 DEMO = ROOT / "models" / "atma-demo"
+DOCUMENT_START = ByteTokenizer.start_id
 HAS_DEMO = (DEMO / "weights.safetensors").is_file()
 needs_demo = pytest.mark.skipif(not HAS_DEMO, reason="models/atma-demo is not in this checkout")
 
@@ -58,10 +63,11 @@ def test_a_tiny_recipe_learns(tmp_path, corpus):
     trainer = Trainer(tiny(), corpus, tmp_path)
     first = trainer.train_step()[0]
     lines = []
-    trainer.run(on_log=lines.append)
+    trainer.run(on_log=lambda logged: lines.append(logged.line()))
     assert trainer.final["loss"] < first - 1
     assert lines[-1].startswith("step 30/30  length 96  loss ")
-    assert lines[-1].endswith("tokens/s")
+    assert lines[-1].endswith(" tokens/s  0:00:00 left")
+    assert [row[0] for row in trainer.history] == [20, 30]
 
 
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(tmp_path, corpus):
@@ -206,26 +212,30 @@ def test_the_trigram_is_a_distribution_and_knows_its_text():
     assert trigram.nll(text).mean() < 0.5 < 4 < trigram.nll(bytes(range(128, 200))).mean()
 
 
-def test_the_card_says_what_was_measured(corpus):
+def test_the_card_says_what_was_measured(tmp_path):
     recipe = tiny()
     recall = Recall(gap=4096, num_trials=100, num_exact=97, digit_accuracy=0.99)
     card = model_card(
         name="tiny",
         recipe=recipe,
-        recipe_text=TINY,
-        command="python -m atma_eval.training tiny.yaml --out tiny",
+        command="atma-eval train tiny.yaml --out tiny",
         model=Atma(recipe.model),
-        training=[Document("a", b"spam")],
+        data="`spam`",
         num_held_out=20,
         measured=Measured(recall=(recall,), loss=1.5, trigram_loss=2.0, loss_bytes=1000),
         final={"loss": 1.0, "other": 1.2, "values": 0.9, "steps": 10.0},
         seconds=61.0,
+        machine="an abacus",
+        commit="0123abc",
     )
     assert card.startswith("# tiny\n")
     assert "| 4,096 | 42.6667 | 100 | 0.970 | 0.915 to 0.990 | 0.990 |" in card
     assert "**1.5000 nats per byte** (2.1640 bits), below the 2.0000" in card
-    assert "python -m atma_eval.training tiny.yaml --out tiny" in card
-    assert TINY.rstrip() in card
+    assert "atma-eval train tiny.yaml --out tiny" in card
+    assert "1 minutes on an abacus" in card
+    assert "commit 0123abc" in card
+    (tmp_path / "README.md").write_text(card)
+    assert recipe_of(tmp_path) == recipe
 
 
 @pytest.fixture(scope="module")

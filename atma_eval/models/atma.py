@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from atma_eval.kernels.conv import causal_conv
 from atma_eval.kernels.delta import gated_delta
+from atma_eval.kernels.distractor import polar_distractor, softmax_distractor
 from atma_eval.kernels.polar import PolarParameters, polar_attention, polar_training
-from atma_eval.kernels.softmax import softmax_attention, softmax_reference
+from atma_eval.kernels.softmax import softmax_attention, softmax_training
 from atma_eval.models.config import AtmaConfig
 from atma_eval.state import PAGE_SIZE, ConvState, KVState, LayerState, LayerStates, MemoryState, PagePool
 
@@ -155,6 +156,9 @@ class GlobalMixer(nn.Module):
             for name in FP32_PARAMETERS[1:]:
                 self.register_parameter(name, nn.Parameter(torch.empty(heads)))
         self.mem = GatedDeltaMemory(config) if config.mem_enabled else None
+        # Training only: set to [B, R, C], the next pass leaves the loss of so many random keys (kernels.distractor).
+        self.random_inputs: Tensor | None = None
+        self.distractor_loss: Tensor | None = None
 
     def init_state(self, batch_size: int, num_pages: int) -> LayerState:
         state = LayerState()
@@ -193,6 +197,24 @@ class GlobalMixer(nn.Module):
             out = out + self.mem(n, q, k, v, state, last)
         return out
 
+    @property
+    def polar_parameters(self) -> PolarParameters:
+        return PolarParameters(*(getattr(self, name) for name in FP32_PARAMETERS))
+
+    @property
+    def scale(self) -> float:
+        return ROPE_SCALE if self.core == "rope" else 1 / math.sqrt(self.head_dim)
+
+    def _distract(self, random_inputs: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor) -> Tensor:
+        """The distractor loss: random keys are neither rotated nor convolved, and normed but for nope (trap 15)."""
+        with torch.no_grad():
+            keys, values = (f(random_inputs).unflatten(-1, (self.kv_heads, -1)) for f in (self.k, self.v))
+            keys = keys if self.core == "nope" else unweighted_norm(keys)
+        if self.core == "polar":
+            num_keys = torch.arange(k.shape[1] - q.shape[2] + 1, k.shape[1] + 1, device=k.device)
+            return polar_distractor(q, keys, self.polar_parameters, num_keys)
+        return softmax_distractor(q, k, v, keys, values, mixed, scale=self.scale)
+
     def _core(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: LayerState | None, offset: int, last: int
     ) -> Tensor:
@@ -204,12 +226,13 @@ class GlobalMixer(nn.Module):
         placed: dict = {"window": self.window} if training else {"past": past, "offset": offset, "window": self.window}
         magnitude = None
         if self.core == "polar":
-            parameters = PolarParameters(*(getattr(self, name) for name in FP32_PARAMETERS))
             attend = polar_training if training else polar_attention
-            mixed, magnitude, *_ = attend(queries, k, v, parameters, q2_floor=self.q2_floor, **placed)
+            mixed, magnitude, *_ = attend(queries, k, v, self.polar_parameters, q2_floor=self.q2_floor, **placed)
         else:
-            scale = ROPE_SCALE if self.core == "rope" else 1 / math.sqrt(self.head_dim)
-            mixed = (softmax_reference if training else softmax_attention)(queries, k, v, scale=scale, **placed)
+            attend_plain = softmax_training if training else softmax_attention
+            mixed = attend_plain(queries, k, v, scale=self.scale, **placed)
+        if training and self.random_inputs is not None:
+            self.distractor_loss = self._distract(self.random_inputs.to(q.dtype), queries, k, v, mixed)
         if state is not None and state.kv is not None:
             state.kv.append(k, v)
         out = self.proj((mixed.transpose(1, 2) * torch.sigmoid(gate)).flatten(2))

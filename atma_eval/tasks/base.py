@@ -11,19 +11,16 @@ import numpy as np
 from atma_eval.text import Document, TextSource
 from atma_eval.tokenizer import Tokenizer
 
-CONTROLS = ("none", "absent", "format")
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
     """One token sequence and the range of it to score.
 
     ``span`` is ``(start, stop)``: targets are ``tokens[start:stop]``, each predicted from all tokens before it.
-    ``key`` is unique within a task; samples of one ``group`` share a prefix tree, the unit of work.
+    ``key`` is unique within a task.
     """
 
     key: str
-    group: str
     tokens: np.ndarray
     span: tuple[int, int]
     length: int
@@ -54,6 +51,7 @@ class TaskText:
     ids: tuple[np.ndarray, ...]
     num_bytes: tuple[np.ndarray, ...]
     num_own: tuple[int, ...]
+    num_too_short: int = 0  # documents of the source that were left out for it
 
     @property
     def repeated(self) -> bool:
@@ -70,6 +68,7 @@ class TaskText:
             ids=tuple(self.ids[i] for i in order),
             num_bytes=tuple(self.num_bytes[i] for i in order),
             num_own=tuple(self.num_own[i] for i in order),
+            num_too_short=self.num_too_short,
         )
 
 
@@ -81,15 +80,23 @@ class Task(Protocol):
     lengths: tuple[int, ...]
     seed: int
 
+    docs: int | None
+
     @property
     def num_trials(self) -> int: ...
 
-    def protocol(self) -> dict[str, Any]:
-        """Everything that decides a row besides model, text, length and trial; equal protocols give equal rows."""
+    @property
+    def chance(self) -> dict[str, float] | None:
+        """Scores of guessing, by metric; ``None`` where there is no such thing."""
         ...
 
-    def required_tokens(self) -> int:
-        """Tokens after the start token that a document must have."""
+    @property
+    def documents_may_grow(self) -> bool:
+        """Whether more documents only add rows; not so where trials are dealt out among them."""
+        ...
+
+    def protocol(self) -> dict[str, Any]:
+        """Everything that decides a row besides model, text, length and trial; equal protocols give equal rows."""
         ...
 
     def select(self, source: TextSource, tokenizer: Tokenizer) -> TaskText:
@@ -97,9 +104,13 @@ class Task(Protocol):
         ...
 
     def groups(self, tokenizer: Tokenizer, text: TaskText) -> Iterator[list[Sample]]:
-        """The samples, one group at a time, in the order to compute them."""
+        """The samples, one group at a time, in the order to compute them; a group shares a tree, the unit of work."""
         ...
 
     def outcome(self, sample: Sample, scored: Scored) -> dict[str, Any]:
         """The fields of a row that come of the scores."""
+        ...
+
+    def curve(self, scored: Scored) -> tuple[np.ndarray, np.ndarray] | None:
+        """Loss sums and target counts by position bucket, for tasks that have them."""
         ...

@@ -42,7 +42,9 @@ class Induction:
         end: text after the planted value, not after the question.
         inner_start: put the start token between needle and gap too, as the authors do; their gap counts it.
         draws: ``trial`` seeds each trial on its own; ``sequence`` draws all trials from one stream, as the authors do.
-        docs: how many documents to share the trials among; ``None`` for all that are long enough.
+            Their documents come in the order of the source.
+        docs: how many documents to share the trials among; ``None`` for all that are long enough. With
+            ``docs_at_most`` fewer will do.
     """
 
     name: str
@@ -57,8 +59,10 @@ class Induction:
     inner_start: bool = False
     draws: str = "trial"
     docs: int | None = None
+    docs_at_most: bool = True
     repeat: bool = False
     family: str = "induction"
+    documents_may_grow: bool = False
 
     @property
     def num_trials(self) -> int:
@@ -66,7 +70,7 @@ class Induction:
 
     def protocol(self) -> dict[str, Any]:
         fields = asdict(self)
-        for name in ("name", "lengths", "trials", "docs", "family"):
+        for name in ("name", "lengths", "trials", "docs", "docs_at_most", "family", "documents_may_grow"):
             del fields[name]
         return {"protocol": f"induction-v{VERSION}", **fields}
 
@@ -112,37 +116,38 @@ class Induction:
 
     # -- text ---------------------------------------------------------------------------------------------
 
-    def minimum_length(self, tokenizer: Tokenizer) -> int:
-        """The shortest gap allowed: cue and value of the longest needle."""
-        highest = 10**self.key_digits - 1
-        return len(tokenizer.encode(self.cue.format(key=highest))) + len(
-            tokenizer.encode(self._value([9] * self.num_digits))
-        )
-
     def required_tokens(self) -> int:
-        # the absent control replaces the needle by text, which takes a little more of the document
-        return max(self.lengths) + 64
+        """Tokens a document must have: the longest gap, and text in the needle's place for the absent control."""
+        cue = self.cue.format(key=10**self.key_digits - 1)
+        needle = cue + self._value([9] * self.num_digits) + self.end
+        return max(self.lengths) + len(needle.encode())  # a token takes a byte at least
 
     def select(self, source: TextSource, tokenizer: Tokenizer) -> TaskText:
-        minimum = self.minimum_length(tokenizer)
+        text = select_documents(
+            source,
+            tokenizer,
+            required=self.required_tokens(),
+            docs=self.docs,
+            docs_at_most=self.docs_at_most,
+            repeat=self.repeat,
+            shuffle=None if self.draws == "sequence" else f"{self.seed}:{self.name}",
+            what=self.name,
+        )
+        needles = self.needles([document.text for document in text.documents])
+        for value in (value for needle in needles for value in (needle.value, needle.other)):
+            if len(tokenizer.encode(value)) != self.num_digits:
+                raise UserError(
+                    f"{self.name}: the {tokenizer.name} tokenizer takes the {self.num_digits} digits of {value!r} "
+                    f"as {len(tokenizer.encode(value))} tokens, so no digit could be scored on its own",
+                    "take a preset in which each digit is one token: induction for bytes, access-code for GPT-2",
+                )
+        minimum = max(len(tokenizer.encode(needle.cue)) for needle in needles) + self.num_digits
         if min(self.lengths) < minimum:
             raise UserError(
                 f"a gap of {min(self.lengths)} tokens is shorter than cue and value of {self.name}",
-                f"the shortest length for this needle and the {tokenizer.name} tokenizer is {minimum}",
+                f"the shortest length for these needles and the {tokenizer.name} tokenizer is {minimum}",
             )
-        text = select_documents(
-            source, tokenizer, required=self.required_tokens(), wanted=None, repeat=self.repeat, what=self.name
-        )
-        if self.docs is not None and self.docs > len(text.documents):
-            raise UserError(
-                f"{self.docs} documents of at least {self.required_tokens():,} tokens were asked for; "
-                f"{source.name} has {len(text.documents)}",
-                f"use --docs {len(text.documents)}, shorter --lengths, or another --text",
-            )
-        # Each trial's document is drawn by seed: the pool is shuffled once and dealt out in turn.
-        order = list(range(len(text.documents)))
-        random.Random(f"{self.seed}:{self.name}:documents").shuffle(order)
-        return text.pick(order[: self.docs])
+        return text
 
     # -- samples ------------------------------------------------------------------------------------------
 
@@ -150,39 +155,14 @@ class Induction:
         needles = self.needles([document.text for document in text.documents])
         num_documents = len(text.documents)
         for trial in range(self.trials):
-            yield self._trial(tokenizer, text, needles[trial], trial)
+            yield self._samples(tokenizer, text, needles[trial], trial, ("none", "format"))
         for index in range(min(num_documents, self.trials)):
             # one pass over a document serves the absent control of all its trials
             yield [
                 sample
                 for trial in range(index, self.trials, num_documents)
-                for sample in self._absent(tokenizer, text, needles[trial], trial)
+                for sample in self._samples(tokenizer, text, needles[trial], trial, ("absent",))
             ]
-
-    def _sample(
-        self,
-        tokenizer: Tokenizer,
-        parts: list[Any],
-        value: np.ndarray,
-        length: int,
-        trial: int,
-        control: str,
-        text: TaskText,
-    ) -> Sample:
-        index = trial % len(text.documents)
-        context = np.concatenate([[tokenizer.start_id], *parts]).astype(np.int32)
-        return Sample(
-            key=f"{length}/{trial}/{control}",
-            group=f"absent/{index}" if control == "absent" else f"trial/{trial}",
-            tokens=np.concatenate([context, value]),
-            span=(len(context), len(context) + len(value)),
-            length=length,
-            gap=length,
-            depth=None if control == "absent" else 0.0,
-            trial=trial,
-            text_id=text.text_id(index, length),
-            control=control,
-        )
 
     def _gap(self, tokenizer: Tokenizer, text: TaskText, trial: int, num_tokens: int) -> np.ndarray:
         ids = text.ids[trial % len(text.documents)]
@@ -190,36 +170,38 @@ class Induction:
             return np.concatenate([[tokenizer.start_id], ids[: num_tokens - 1]])
         return ids[:num_tokens]
 
-    def _trial(self, tokenizer: Tokenizer, text: TaskText, needle: Needle, trial: int) -> list[Sample]:
+    def _samples(
+        self, tokenizer: Tokenizer, text: TaskText, needle: Needle, trial: int, controls: tuple[str, ...]
+    ) -> list[Sample]:
+        """The samples of one trial at every length, in the given forms."""
         cue, value, other = (tokenizer.encode(part) for part in (needle.cue, needle.value, needle.other))
-        end = tokenizer.encode(self.end)
+        planted = np.concatenate([cue, value, tokenizer.encode(self.end)])
+        index = trial % len(text.documents)
         samples = []
         for length in self.lengths:
-            parts = [cue, value, end, self._gap(tokenizer, text, trial, length), cue]
-            for control, target in (("none", value), ("format", other)):
-                sample = self._sample(tokenizer, parts, target, length, trial, control, text)
+            for control in controls:
+                if control == "absent":  # text in the needle's place: as long as the trial itself
+                    body = [self._gap(tokenizer, text, trial, length + len(planted))]
+                else:
+                    body = [planted, self._gap(tokenizer, text, trial, length)]
+                context = np.concatenate([[tokenizer.start_id], *body, cue]).astype(np.int32)
                 # exact lengths are the point of the tool: never trust, always check
-                expected = 1 + 2 * (len(cue)) + len(value) + len(end) + length + len(target)
-                if len(sample.tokens) != expected:
-                    raise AssertionError(f"{sample.key}: {len(sample.tokens)} tokens built, {expected} intended")
+                if len(context) != 1 + len(planted) + length + len(cue):
+                    raise AssertionError(f"{length}/{trial}/{control}: {len(context)} tokens of context")
+                target = other if control == "format" else value
+                sample = Sample(
+                    key=f"{length}/{trial}/{control}",
+                    tokens=np.concatenate([context, target]),
+                    span=(len(context), len(context) + len(target)),
+                    length=length,
+                    gap=length,
+                    depth=None if control == "absent" else 0.0,
+                    trial=trial,
+                    text_id=text.text_id(index, length),
+                    control=control,
+                )
                 samples.append(sample)
         return samples
-
-    def _absent(self, tokenizer: Tokenizer, text: TaskText, needle: Needle, trial: int) -> list[Sample]:
-        cue, value = tokenizer.encode(needle.cue), tokenizer.encode(needle.value)
-        planted = len(cue) + len(value) + len(tokenizer.encode(self.end))
-        return [  # as long as the trial itself: the needle is replaced by text
-            self._sample(
-                tokenizer,
-                [self._gap(tokenizer, text, trial, length + planted), cue],
-                value,
-                length,
-                trial,
-                "absent",
-                text,
-            )
-            for length in self.lengths
-        ]
 
     # -- rows ---------------------------------------------------------------------------------------------
 
@@ -235,3 +217,6 @@ class Induction:
             "first_token_correct": bool(right[0]),
             "exact": bool(right.all()),
         }
+
+    def curve(self, scored: Scored) -> tuple[np.ndarray, np.ndarray] | None:
+        return None

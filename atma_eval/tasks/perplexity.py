@@ -23,14 +23,17 @@ NUM_BUCKETS = 24  # bucket k holds target positions p (from 1) with 2^k <= p < 2
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """The task: ``docs`` documents (``None``: all that are long enough) at each of ``lengths``."""
+    """The task: ``docs`` documents, drawn by seed (``None``: all that are long enough), at each of ``lengths``."""
 
     name: str
     lengths: tuple[int, ...]
     seed: int
     docs: int | None = None
+    docs_at_most: bool = True
     repeat: bool = False
     family: str = "perplexity"
+    chance: None = None
+    documents_may_grow: bool = True
 
     @property
     def num_trials(self) -> int:
@@ -39,12 +42,16 @@ class Perplexity:
     def protocol(self) -> dict[str, Any]:
         return {"protocol": f"perplexity-prefix-v{VERSION}", "seed": self.seed, "repeat": self.repeat}
 
-    def required_tokens(self) -> int:
-        return max(self.lengths)
-
     def select(self, source: TextSource, tokenizer: Tokenizer) -> TaskText:
         return select_documents(
-            source, tokenizer, required=self.required_tokens(), wanted=self.docs, repeat=self.repeat, what=self.name
+            source,
+            tokenizer,
+            required=max(self.lengths),
+            docs=self.docs,
+            docs_at_most=self.docs_at_most,
+            repeat=self.repeat,
+            shuffle=str(self.seed),
+            what=self.name,
         )
 
     def groups(self, tokenizer: Tokenizer, text: TaskText) -> Iterator[list[Sample]]:
@@ -53,7 +60,6 @@ class Perplexity:
             yield [
                 Sample(
                     key=f"{length}/{document.text_id}",
-                    group=f"document/{document.text_id}",
                     tokens=tokens[: length + 1],
                     span=(1, length + 1),
                     length=length,
@@ -66,6 +72,9 @@ class Perplexity:
 
     def outcome(self, sample: Sample, scored: Scored) -> dict[str, Any]:
         return {"nll_sum": float(scored.nll.sum(dtype=np.float64))}
+
+    def curve(self, scored: Scored) -> tuple[np.ndarray, np.ndarray] | None:
+        return position_buckets(scored.nll)
 
 
 def position_buckets(nll: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+import io
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,10 +15,12 @@ from atma_eval.models.atma import Atma
 from atma_eval.state import LayerStates
 from atma_eval.stats import wilson
 from atma_eval.text import Document
-from atma_eval.training.data import CUE_BYTES, DOCUMENT_START, KEY_DIGITS, VALUE_DIGITS, record
-from atma_eval.training.loop import Recipe
+from atma_eval.tokenizer import ByteTokenizer
+from atma_eval.training.recipe import CARD_HEADING, Recipe
+from atma_eval.training.synthetic import CUE_BYTES, KEY_DIGITS, VALUE_DIGITS, record
 from atma_eval.training.trigram import ByteTrigram
 
+DOCUMENT_START = ByteTokenizer.start_id
 CHUNK = 2048  # tokens given to the model at once
 LOSS_BYTES = 8192  # of the start of every held-out document
 SKIPPED_BYTES = 2  # a trigram has nothing to say on them
@@ -128,54 +129,39 @@ def measure(
     )
 
 
-def data_hash(documents: Sequence[Document]) -> str:
-    """One hash over all documents in their order."""
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(bytes.fromhex(document.sha256))
-    return digest.hexdigest()
+def loss_curve(history: Sequence[Sequence[float]]) -> bytes:
+    """A small PNG: the plain loss of text by step, and the share of value digits that were right."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps, _, other, values, _ = zip(*history, strict=True)
+    figure = Figure(figsize=(5, 2.4), dpi=90, layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    axis.plot(steps, other, color="tab:blue", linewidth=1)
+    axis.set_xlabel("step")
+    axis.set_ylabel("loss of text, nats", color="tab:blue")
+    if not all(map(math.isnan, values)):
+        right = axis.twinx()
+        right.plot(steps, values, color="tab:orange", linewidth=1)
+        right.set_ylim(0, 1.02)
+        right.set_ylabel("value digits right", color="tab:orange")
+    image = io.BytesIO()
+    figure.savefig(image, format="png", metadata={"Software": None})
+    return image.getvalue()
 
 
-def model_card(
-    *,
-    name: str,
-    recipe: Recipe,
-    recipe_text: str,
-    command: str,
-    model: Atma,
-    training: Sequence[Document],
-    num_held_out: int,
-    measured: Measured,
-    final: dict[str, float],
-    seconds: float,
-) -> str:
-    """The ``README.md`` of a checkpoint folder."""
-    c = recipe.model
-    num_parameters = sum(p.numel() for p in model.parameters())
-    num_bytes = sum(len(d.data) for d in training)
-    memory = "with" if c.mem_enabled else "without"
+def _what_it_does(recipe: Recipe, measured: Measured, num_held_out: int) -> str:
     beats = "below" if measured.loss < measured.trigram_loss else "not below"
-    trained = max(stage.length for stage in recipe.stages)
     rows = []
     for r in measured.recall:
         interval = wilson(r.num_exact, r.num_trials)
         measures = f"{r.exact:.3f} | {interval.low:.3f} to {interval.high:.3f} | {r.digit_accuracy:.3f}"
-        rows.append(f"| {r.gap:,} | {r.gap / trained:g} | {r.num_trials} | {measures} |")
+        rows.append(f"| {r.gap:,} | {r.gap / recipe.training_length:g} | {r.num_trials} | {measures} |")
     table = "\n".join(rows)
-    blocks = f"{c.num_hidden_layers} blocks ({c.num_global_blocks} global), {c.num_heads} heads of {c.head_dim}"
     loss = f"{measured.loss:.4f} nats per byte** ({measured.loss / math.log(2):.4f} bits)"
     where = f"the first {LOSS_BYTES:,} of each of {num_held_out} documents"
-    threads = torch.get_num_threads()
-    cost = f"{seconds / 60:.0f} minutes on {threads} thread(s) of a shared CPU, torch {torch.__version__}"
-    last = f"weighted loss {final['loss']:.4f}, other bytes {final['other']:.4f}, digits right {final['values']:.4f}"
-    return f"""# {name}
-
-A small byte-level language model of the ATMA family, trained to show what `atma-eval` measures:
-{c.attn_type} attention {memory} the gated-delta memory, {num_parameters:,} parameters in fp32,
-{blocks}, training length {trained:,} bytes.
-A token is a byte; 256 starts a document. It is nothing to build on: it has seen Python's standard library and
-made-up records.
-
+    return f"""
 ## What it does
 
 Exact recall of a five-digit value behind a four-digit key (`#4821=59034.`): the record stands at the start,
@@ -186,32 +172,73 @@ held-out text of the given length follows, then `#4821=` asks. Exact means all f
 |---:|---:|---:|---:|---|---:|
 {table}
 
-Held-out loss over {measured.loss_bytes:,} bytes ({where}):
+Held-out loss over {measured.loss_bytes:,} bytes of `stdlib` ({where}):
 **{loss}, {beats} the {measured.trigram_loss:.4f} of an
-interpolated byte trigram fitted on the training half.
+interpolated byte trigram fitted on the training text.
+"""
 
+
+def model_card(
+    *,
+    name: str,
+    recipe: Recipe,
+    command: str,
+    model: Atma,
+    data: str,
+    num_held_out: int,
+    measured: Measured | None,
+    final: dict[str, float],
+    seconds: float,
+    machine: str,
+    commit: str | None,
+    has_curve: bool = False,
+) -> str:
+    """The ``README.md`` of a checkpoint folder; ``data`` is what the source says of itself."""
+    c = recipe.model
+    num_parameters = sum(p.numel() for p in model.parameters())
+    memory = "with" if c.mem_enabled else "without"
+    core = "the gated-delta memory alone" if c.attn_type == "none" else f"{c.attn_type} attention {memory} memory"
+    window = f", window {c.attn_window:,}" if c.attn_window else ""
+    trained = recipe.training_length
+    blocks = f"{c.num_hidden_layers} blocks ({c.num_global_blocks} global), {c.num_heads} heads of {c.head_dim}"
+    last = f"weighted loss {final['loss']:.4f}, other tokens {final['other']:.4f}"
+    limits = [f"Lengths above {trained:,} tokens are extrapolation."]
+    if recipe.is_bytes:
+        last += f", digits right {final['values']:.4f}"
+        limits += [
+            "The text it saw is narrow, and other text has a higher loss and may disturb recall.",
+            "Records were trained in this one format. Recall of another format is untested and should not be expected.",
+            "Haystacks hold no second record here. With many similar keys recall can be lower.",
+        ]
+        tokens = "A token is a byte; 256 starts a document. It is nothing to build on: text and records are a toy."
+        planted = (
+            "\n* Records are planted in the text at random places and asked for later; the loss of the value digits of"
+            f"\n  a question weighs {recipe.value_weight:g} times that of any other byte."
+        )
+    else:
+        tokens, planted = f"Tokens: {c.tokenizer or 'as in the shards'}, vocabulary {c.vocab_size:,}.", ""
+    picture = "\n![loss by step](loss.png)\n" if has_curve else ""
+    listed = "\n".join(f"* {limit}" for limit in limits)
+    return f"""# {name}
+
+A language model of the ATMA family, trained by `atma-eval`: {core}{window},
+{num_parameters:,} parameters, {blocks}, training length {trained:,} tokens.
+{tokens}
+{_what_it_does(recipe, measured, num_held_out) if measured else ""}
 ## How it was made
 
     {command}
 
-* Text: the training half of `stdlib`, {len(training)} modules, {num_bytes:,} bytes, Python {platform.python_version()}.
-  sha256 over the documents' sha256: `{data_hash(training)}`
-* Records are planted in the text at random places and asked for later; the loss of the value digits of a question
-  weighs {recipe.value_weight:g} times that of any other byte.
+* Text: {data}{planted}
 * {recipe.num_steps:,} steps, {recipe.num_tokens:,} tokens, seed {recipe.seed};
-  {cost}.
+  {seconds / 60:.0f} minutes on {machine}, torch {torch.__version__}.
+* Code: {f"commit {commit}" if commit else "no commit known"}.
 * Over the last {final["steps"]:.0f} steps: {last}.
-
-The recipe:
-
-```yaml
-{recipe_text.rstrip()}
+{picture}
+{CARD_HEADING}{recipe.to_yaml().rstrip()}
 ```
 
 ## Limits
 
-* The text is Python source; other text has a higher loss and may disturb recall.
-* Records were trained in this one format. Recall of another format is untested and should not be expected.
-* Lengths above {trained:,} bytes are extrapolation: the table says how far it holds, on how many trials.
-* Haystacks hold no second record here. With many similar keys recall can be lower.
+{listed}
 """

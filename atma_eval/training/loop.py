@@ -1,269 +1,293 @@
-"""The training loop: a recipe read strictly from YAML, AdamW, and checkpoints that resume bit for bit on the CPU."""
+"""The training loop: steps, microbatches, ranks, and checkpoints that resume bit for bit on the CPU."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from atma_eval.errors import UserError, did_you_mean
+from atma_eval.errors import UserError
 from atma_eval.models.atma import Atma
-from atma_eval.models.config import AtmaConfig
-from atma_eval.spec import read_yaml
-from atma_eval.training.data import KINDS, SHORTEST_WITH_RECORDS, Batch, Corpus, draw_batch
+from atma_eval.training import flops
+from atma_eval.training.data import Batch, draw_batch
+from atma_eval.training.objective import CastAtUse, Objective, random_inputs
+from atma_eval.training.optim import make_optimizers
+from atma_eval.training.recipe import Recipe, recipe_from_dict
+from atma_eval.training.sources import Source
 
 log = logging.getLogger(__name__)
 
 CHECKPOINT = "last.pt"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A stretch of steps on sequences of one length; ``mixture`` gives the share of each of `data.KINDS`."""
+class Step(NamedTuple):
+    """Of one step: the loss that was minimised; plain nats of all targets but value digits; the share of value
+    digits that were right; the distractor loss. NaN where there was nothing to measure."""
 
+    loss: float
+    other: float
+    values: float
+    distractor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged:
+    """Means over the steps since the last report, and speed."""
+
+    step: int
+    num_steps: int
     length: int
-    tokens_per_step: int
-    steps: int
-    mixture: Mapping[str, float]
+    mean: Step
+    tokens_per_s: float
+    mfu: float | None  # null where the device is not in the table
+    left_s: float
+
+    def figures(self) -> str:
+        """Loss, recall accuracy, speed: what a person watches."""
+        parts = [f"loss {self.mean.loss:.4f}", f"other {self.mean.other:.4f}"]
+        if not math.isnan(self.mean.values):
+            parts.append(f"values right {self.mean.values:.3f}")
+        if not math.isnan(self.mean.distractor):
+            parts.append(f"distractor {self.mean.distractor:.4f}")
+        parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        if self.mfu is not None:
+            parts.append(f"MFU {100 * self.mfu:.1f} %")
+        return "  ".join(parts)
+
+    def line(self) -> str:
+        minutes, seconds = divmod(round(self.left_s), 60)
+        left = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"
+        return f"step {self.step}/{self.num_steps}  length {self.length}  {self.figures()}  {left}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Everything a training run depends on, but for the text."""
-
-    model: AtmaConfig
-    stages: tuple[Stage, ...]
-    seed: int
-    learning_rate: float
-    final_learning_rate: float
-    warmup_steps: int
-    decay_steps: int
-    weight_decay: float
-    clip_norm: float
-    value_weight: float
-    checkpoint_every: int = 200
-    log_every: int = 20
-
-    @property
-    def num_steps(self) -> int:
-        return sum(stage.steps for stage in self.stages)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(stage.steps * stage.tokens_per_step for stage in self.stages)
-
-    def stage_at(self, step: int) -> Stage:
-        for stage in self.stages:
-            if step < stage.steps:
-                return stage
-            step -= stage.steps
-        raise IndexError(step)
-
-    def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, constant, and over the last ``decay_steps`` down to ``final_learning_rate`` in a line."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        left = min(1.0, (self.num_steps - step) / max(1, self.decay_steps))
-        return self.learning_rate * left + self.final_learning_rate * (1 - left)
-
-
-def _fields(cls: type, values: Any, source: str) -> dict[str, Any]:
-    """``values`` as keyword arguments of a dataclass of numbers; whole numbers and floats are told apart."""
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    if not isinstance(values, dict):
-        raise UserError(f"{source} is {values!r}", f"it takes the fields {', '.join(known)}")
-    for name in values:
-        if name not in known:
-            raise UserError(f"{source}: unknown field {name!r}", did_you_mean(str(name), known))
-    missing = [n for n, f in known.items() if n not in values and f.default is dataclasses.MISSING]
-    if missing:
-        raise UserError(f"{source} lacks {', '.join(missing)}")
-    read = dict(values)
-    for name, value in values.items():
-        kind = known[name].type  # a string: annotations are not evaluated
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if kind == "int" and not (number and isinstance(value, int) and value >= 0):
-            raise UserError(f"{source}: {name} is {value!r}", "allowed: a whole number, 0 or more")
-        if kind == "float":
-            if not (number and math.isfinite(value) and value >= 0):
-                hint = "allowed: a number, 0 or more (YAML reads 3e-3 as a word; write 3.0e-3 or 0.003)"
-                raise UserError(f"{source}: {name} is {value!r}", hint)
-            read[name] = float(value)
-    return read
-
-
-def _stage(values: Any, source: str) -> Stage:
-    stage = Stage(**_fields(Stage, values, source))
-    if stage.length < 1 or stage.tokens_per_step % stage.length or not stage.tokens_per_step:
-        raise UserError(
-            f"{source}: tokens_per_step {stage.tokens_per_step} is not a multiple of length {stage.length}",
-            "a step takes whole sequences",
-        )
-    if not isinstance(stage.mixture, dict) or not stage.mixture:
-        raise UserError(f"{source}: mixture is {stage.mixture!r}", f"it gives shares of {', '.join(KINDS)}")
-    for kind, share in stage.mixture.items():
-        if kind not in KINDS:
-            raise UserError(f"{source}: unknown kind of sequence {kind!r}", did_you_mean(str(kind), KINDS))
-        if not isinstance(share, int | float) or isinstance(share, bool) or not share > 0:
-            raise UserError(f"{source}: the share of {kind} is {share!r}", "allowed: a number above 0")
-        if kind != "plain" and stage.length < SHORTEST_WITH_RECORDS:
-            raise UserError(
-                f"{source}: length {stage.length} is too short for {kind}",
-                f"records need at least {SHORTEST_WITH_RECORDS}",
-            )
-    return stage
-
-
-def read_recipe(path: Path) -> Recipe:
-    """Read a recipe; an unknown or missing field, or one of the wrong type, is an error.
-
-    ``base`` names another recipe beside it, of which it changes fields, and those of ``model`` one by one.
-    """
-    values = read_yaml(path)
-    base = values.pop("base", None)
-    if base is not None:
-        below = read_yaml(path.parent / str(base))
-        own_model = values.get("model", {})
-        if isinstance(own_model, dict) and isinstance(below.get("model"), dict):
-            values["model"] = {**below["model"], **own_model}
-        values = {**below, **values}
-    return recipe_from_dict(values, str(path))
-
-
-def recipe_from_dict(values: Any, source: str) -> Recipe:
-    read = _fields(Recipe, values, source)
-    if not isinstance(read["model"], dict):
-        raise UserError(f"{source}: model is {read['model']!r}", "it takes the fields of a model's config.json")
-    if not isinstance(read["stages"], list) or not read["stages"]:
-        raise UserError(f"{source}: stages is {read['stages']!r}", "it takes a list of at least one stage")
-    model = AtmaConfig.from_dict(read["model"], f"{source}, model")
-    stages = tuple(_stage(stage, f"{source}, stage {i}") for i, stage in enumerate(read["stages"], start=1))
-    longest = max(stage.length for stage in stages)
-    if model.training_length not in (None, longest):
-        raise UserError(
-            f"{source}: training_length is {model.training_length}, and the longest stage has length {longest}",
-            "they must agree, since extrapolation is counted from training_length",
-        )
-    for name in ("checkpoint_every", "log_every"):
-        if read.get(name) == 0:
-            raise UserError(f"{source}: {name} is 0", "allowed: a whole number of at least 1")
-    return Recipe(**{**read, "model": model, "stages": stages})
-
-
-def batch_loss(model: Atma, batch: Batch, value_weight: float) -> tuple[torch.Tensor, float, float]:
-    """The weighted loss; the plain loss of all other targets; the share of value digits that are right (or NaN)."""
-    logits = model.logits(model(batch.inputs))
-    nll = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none").view_as(batch.targets)
-    weights = batch.weights(value_weight)
-    loss = (nll * weights).sum() / weights.sum()
-    right = (logits.detach().argmax(-1) == batch.targets)[batch.values]
-    return loss, nll.detach()[~batch.values].mean().item(), right.float().mean().item()
+def _mean(steps: list[Step]) -> Step:
+    columns = [[x for x in column if not math.isnan(x)] for column in zip(*steps, strict=True)]
+    return Step(*(sum(c) / len(c) if c else math.nan for c in columns))
 
 
 class Trainer:
-    """Model, optimiser and step of one run, saved in and resumed from ``work``."""
+    """Model, optimisers and step of one run, saved in and resumed from ``work``.
 
-    def __init__(self, recipe: Recipe, corpus: Corpus, work: Path):
-        self.recipe, self.corpus, self.work = recipe, corpus, work
-        self.model = Atma(recipe.model).init_weights(recipe.seed)
-        matrices = [p for p in self.model.parameters() if p.dim() >= 2]
-        others = [p for p in self.model.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
+    Under an initialised `torch.distributed` each rank computes its share of a step's sequences; all hold the same
+    weights, and rank 0 writes.
+
+    Args:
+        recipe: everything the run depends on.
+        source: its text, opened by `sources.open_source`.
+        work: folder of the resumable state.
+        device: where the model is.
+        dtype: type of the arithmetic; weights, gradients and optimiser state are fp32 whatever it is. fp64 casts
+            all of them, for tests.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: Source,
+        work: Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.recipe, self.source, self.work, self.device = recipe, source, work, torch.device(device)
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for stage in recipe.stages:
+            if stage.tokens_per_step // stage.length % self.world:
+                raise UserError(
+                    f"{stage.tokens_per_step // stage.length} sequences in a step do not share out among {self.world}",
+                    "use a number of processes that divides tokens_per_step / length of every stage",
+                )
+        self.model = Atma(recipe.model).init_weights(recipe.seed).to(self.device)
+        if dtype == torch.float64:
+            self.model.double()
+        objective: nn.Module = Objective(self.model, recipe.value_weight)
+        if dtype in (torch.bfloat16, torch.float16):
+            objective = CastAtUse(objective, dtype)  # type: ignore[arg-type]
+        if self.world > 1:
+            objective = DistributedDataParallel(objective, [self.device] if self.device.type == "cuda" else None)
+        self.objective = objective
+        self.optimizers = make_optimizers(self.model, recipe)
+        self._heights = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.step = 0
         self.seconds = 0.0
         self.final: dict[str, float] = {}  # means over the last logged steps
+        self.history: list[list[float]] = []  # step and means of each report
 
     @property
     def checkpoint(self) -> Path:
         return self.work / CHECKPOINT
 
     def save(self) -> None:
-        self.work.mkdir(parents=True, exist_ok=True)
+        if self.rank:
+            return
         held = {
-            "recipe": dataclasses.asdict(self.recipe),
+            "recipe": self.recipe.to_dict(),
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "source": self.source.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
             "final": self.final,
+            "history": self.history,
         }
         partial = self.checkpoint.with_suffix(".partial")
-        torch.save(held, partial)
-        os.replace(partial, self.checkpoint)  # a kill while writing leaves the previous checkpoint
+        try:
+            self.work.mkdir(parents=True, exist_ok=True)
+            torch.save(held, partial)
+            os.replace(partial, self.checkpoint)  # a kill while writing leaves the previous checkpoint
+        except OSError as error:
+            raise UserError(f"cannot write {self.checkpoint}: {error.strerror}") from None
 
     def resume(self) -> bool:
         """Continue from the checkpoint in ``work``, where there is one."""
         if not self.checkpoint.is_file():
             return False
-        held = torch.load(self.checkpoint, weights_only=True)
-        if held["recipe"] != dataclasses.asdict(self.recipe):
-            changed = [k for k, v in dataclasses.asdict(self.recipe).items() if held["recipe"].get(k) != v]
+        held = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
+        theirs = {**held["recipe"], "stages": list(held["recipe"]["stages"])}
+        ours = self.recipe.to_dict()
+        with contextlib.suppress(UserError):
+            theirs = recipe_from_dict(theirs, str(self.checkpoint)).to_dict()  # fields it did not know yet: defaults
+        if theirs != ours:
+            changed = [name for name, value in ours.items() if theirs.get(name) != value]
             raise UserError(
                 f"{self.checkpoint} was made by another recipe (it differs in {', '.join(changed) or 'its fields'})",
                 "use another --work folder, or delete this one",
             )
         self.model.load_state_dict(held["model"])
-        self.optimizer.load_state_dict(held["optimizer"])
+        states = held.get("optimizers") or [held["optimizer"]]  # one, in checkpoints of version 0.1
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        self.source.load_state_dict(held.get("source", {}))
         self.step, self.seconds, self.final = held["step"], held["seconds"], held["final"]
+        self.history = held.get("history", [])
         return True
 
-    def train_step(self) -> tuple[float, float, float]:
-        """One update. A loss that is not finite stops the run before it touches the weights."""
+    def _draw(self) -> Batch:
+        """All sequences of the step; every rank draws them all, for records are drawn in their order."""
         recipe, stage = self.recipe, self.recipe.stage_at(self.step)
-        batch = draw_batch(
-            self.corpus,
+        return draw_batch(
+            self.source,
             stage.mixture,
             num_sequences=stage.tokens_per_step // stage.length,
             length=stage.length,
             seed=recipe.seed,
             step=self.step,
+            position=recipe.tokens_before(self.step),
         )
-        loss, text_loss, accuracy = batch_loss(self.model, batch, recipe.value_weight)
-        if not math.isfinite(loss.item()):
+
+    def _microbatches(self, num_sequences: int, length: int) -> list[range]:
+        """This rank's share of the step, as the numbers of the sequences that go through the model at once."""
+        own = range(self.rank, num_sequences, self.world)
+        limit = self.recipe.microbatch_tokens
+        size = min(len(own), limit // length) if limit else len(own)
+        return [own[start : start + size] for start in range(0, len(own), size)]
+
+    def train_step(self) -> Step:
+        """One update. A loss that is not finite stops the run before it touches the weights."""
+        recipe = self.recipe
+        whole = self._draw()
+        num_sequences, length = whole.inputs.shape
+        parts = self._microbatches(num_sequences, length)
+        total_weight = whole.weights(recipe.value_weight).sum().to(self.device)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
+        for i, numbers in enumerate(parts):
+            part = whole.take(slice(numbers.start, numbers.stop, numbers.step)).to(self.device)
+            random = None
+            if recipe.num_random_keys:
+                random = random_inputs(self.model, recipe.num_random_keys, recipe.seed, self.step, numbers, self.device)
+            with self._synchronised(last=i == len(parts) - 1):
+                out = self.objective(*part, random)
+                loss = out.weighted / total_weight
+                if random is not None:
+                    loss = loss + recipe.distractor_weight * out.distractor / num_sequences
+                (loss * self.world).backward()  # gradients are averaged over ranks
+            sums += torch.stack([x.detach().double() for x in (loss, *out)])
+        if self.world > 1:
+            dist.all_reduce(sums)
+        loss_value, _, other, num_right, distractor = sums.tolist()
+        if not math.isfinite(loss_value):
             raise UserError(
-                f"the loss is {loss.item()} at step {self.step}; the weights of the last checkpoint are kept",
+                f"the loss is {loss_value} at step {self.step}; the weights of the last checkpoint are kept",
                 f"lower learning_rate, or look at {self.checkpoint}",
             )
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(self.step)
-        self.optimizer.step()
+        share = recipe.learning_rate_at(self.step) / recipe.learning_rate if recipe.learning_rate else 0.0
+        for optimizer, heights in zip(self.optimizers, self._heights, strict=True):
+            for group, height in zip(optimizer.param_groups, heights, strict=True):
+                group["lr"] = height * share
+            optimizer.step()
         self.step += 1
-        return loss.item(), text_loss, accuracy
+        num_values = int(whole.values.sum())
+        return Step(
+            loss_value,
+            other / max(1, whole.values.numel() - num_values),
+            num_right / num_values if num_values else math.nan,
+            distractor / num_sequences if recipe.num_random_keys else math.nan,
+        )
 
-    def run(self, until: int | None = None, on_log: Callable[[str], None] = log.info) -> None:
-        """Train up to step ``until`` (default: the recipe's end), saving as the recipe says and at the end."""
-        end = self.recipe.num_steps if until is None else min(until, self.recipe.num_steps)
-        recent: list[tuple[float, float, float]] = []
+    def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Gradients travel between ranks once a step, with its last microbatch."""
+        if isinstance(self.objective, DistributedDataParallel) and not last:
+            return self.objective.no_sync()
+        return contextlib.nullcontext()
+
+    def run(
+        self,
+        until: int | None = None,
+        on_log: Callable[[Logged], None] = lambda logged: log.info(logged.line()),
+        on_step: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        """Train up to step ``until`` (default: the recipe's end), saving as the recipe says and at the end.
+
+        ``on_step`` is told the tokens of each step, ``on_log`` the means of every so many.
+        """
+        recipe = self.recipe
+        end = recipe.num_steps if until is None else min(until, recipe.num_steps)
+        config = recipe.model
+        num_parameters = sum(p.numel() for p in self.model.parameters())
+        peak = flops.peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        recent: list[Step] = []
         tokens, began = 0, time.perf_counter()
         since = began
         while self.step < end:
-            tokens += self.recipe.stage_at(self.step).tokens_per_step
+            stage = recipe.stage_at(self.step)
+            tokens += stage.tokens_per_step
             recent.append(self.train_step())
-            if self.step % self.recipe.log_every == 0 or self.step == end:
+            on_step(stage.tokens_per_step)
+            if self.step % recipe.log_every == 0 or self.step == end:
                 now = time.perf_counter()
-                columns = [[x for x in column if not math.isnan(x)] for column in zip(*recent, strict=True)]
-                means = [sum(c) / len(c) if c else math.nan for c in columns]
-                self.final = dict(zip(("loss", "other", "values"), means, strict=True)) | {"steps": float(len(recent))}
-                on_log(
-                    f"step {self.step}/{self.recipe.num_steps}  length {self.recipe.stage_at(self.step - 1).length}  "
-                    f"loss {means[0]:.4f}  other {means[1]:.4f}  values right {means[2]:.3f}  "
-                    f"{tokens / (now - since):.0f} tokens/s"
+                mean, speed = _mean(recent), tokens / (now - since)
+                self.final = {k: v for k, v in mean._asdict().items() if k != "distractor" or recipe.num_random_keys}
+                self.final["steps"] = float(len(recent))
+                self.history.append([float(self.step), *mean])
+                per_token = flops.flops_per_token(
+                    num_parameters, config.num_hidden_layers, config.hidden_size, stage.length
                 )
+                logged = Logged(
+                    step=self.step,
+                    num_steps=recipe.num_steps,
+                    length=stage.length,
+                    mean=mean,
+                    tokens_per_s=speed,
+                    mfu=flops.mfu(speed, per_token, peak, self.world),
+                    left_s=(recipe.tokens_before(end) - recipe.tokens_before(self.step)) / speed,
+                )
+                on_log(logged)
                 recent, tokens, since = [], 0, now
-            if self.step % self.recipe.checkpoint_every == 0 or self.step == end:
+            if self.step % recipe.checkpoint_every == 0 or self.step == end:
                 self.seconds += time.perf_counter() - began
                 began = time.perf_counter()
                 self.save()
