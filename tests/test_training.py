@@ -103,6 +103,15 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path, corp
     assert all(weight.isfinite().all() for weight in kept.model.state_dict().values())
 
 
+def test_a_gradient_that_is_not_finite_does_not_reach_the_weights(tmp_path, corpus):
+    trainer = Trainer(tiny(), corpus, tmp_path)
+    trainer.run(until=5)
+    trainer.model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(UserError, match=r"gradient norm is (inf|nan) at step 5"):
+        trainer.run()
+    assert all(weight.isfinite().all() for weight in trainer.model.state_dict().values())
+
+
 def test_the_learning_rate_warms_up_and_decays():
     recipe = tiny()
     rates = [recipe.learning_rate_at(step) for step in range(recipe.num_steps)]

@@ -25,6 +25,7 @@ from atma_eval.kernels.tiles import LOG2_E, KVRun, Statistics, run_statistics
 
 NORM_FLOOR = 1e-6
 TRAINING_ROWS = 256  # with 2,048 keys one fp32 block of weights is 2 MB: it stays in the cache
+TRAINING_ROWS_GPU = 8192  # 64 MB there: few launches, and still linear in the length
 
 
 class PolarParameters(NamedTuple):
@@ -178,7 +179,7 @@ class _RowSums(torch.autograd.Function):
         """Sequence, its rows, the keys any of them sees, and the scores ``[rows * R, keys]``."""
         count, num_queries, group, width = q.shape
         offset = k.shape[1] - num_queries
-        step = max(1, TRAINING_ROWS // group)
+        step = max(1, (TRAINING_ROWS if q.device.type == "cpu" else TRAINING_ROWS_GPU) // group)
         for n in range(count):
             for start in range(0, num_queries, step):
                 rows = slice(start, min(start + step, num_queries))

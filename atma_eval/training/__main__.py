@@ -32,6 +32,7 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

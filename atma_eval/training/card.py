@@ -62,7 +62,7 @@ def measure_recall(
 ) -> tuple[Recall, ...]:
     """Needle at the start, then ``gap`` bytes of text, then the question; one pass of a trial serves all its gaps."""
     right: dict[int, list[np.ndarray]] = {gap: [] for gap in sorted(trials_by_gap)}
-    for trial in range(max(trials_by_gap.values())):
+    for trial in range(max(trials_by_gap.values(), default=0)):
         text = np.frombuffer(documents[trial % len(documents)].data, dtype=np.uint8)
         rng = np.random.default_rng([seed, trial])
         needle = record(int(rng.integers(10**KEY_DIGITS)), int(rng.integers(10**VALUE_DIGITS)))
@@ -173,7 +173,7 @@ held-out text of the given length follows, then `#4821=` asks. Exact means all f
 {table}
 
 Held-out loss over {measured.loss_bytes:,} bytes of `stdlib` ({where}):
-**{loss}, {beats} the {measured.trigram_loss:.4f} of an
+**{loss}, {beats} the {measured.trigram_loss:.4f} nats of an
 interpolated byte trigram fitted on the training text.
 """
 

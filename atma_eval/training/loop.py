@@ -194,7 +194,7 @@ class Trainer:
         return [own[start : start + size] for start in range(0, len(own), size)]
 
     def train_step(self) -> Step:
-        """One update. A loss that is not finite stops the run before it touches the weights."""
+        """One update. A loss or gradient that is not finite stops the run before it touches the weights."""
         recipe = self.recipe
         whole = self._draw()
         num_sequences, length = whole.inputs.shape
@@ -219,11 +219,10 @@ class Trainer:
             dist.all_reduce(sums)
         loss_value, _, other, num_right, distractor = sums.tolist()
         if not math.isfinite(loss_value):
-            raise UserError(
-                f"the loss is {loss_value} at step {self.step}; the weights of the last checkpoint are kept",
-                f"lower learning_rate, or look at {self.checkpoint}",
-            )
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm)
+            raise self._diverged("loss", loss_value)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm).item()
+        if not math.isfinite(norm):
+            raise self._diverged("gradient norm", norm)
         share = recipe.learning_rate_at(self.step) / recipe.learning_rate if recipe.learning_rate else 0.0
         for optimizer, heights in zip(self.optimizers, self._heights, strict=True):
             for group, height in zip(optimizer.param_groups, heights, strict=True):
@@ -236,6 +235,12 @@ class Trainer:
             other / max(1, whole.values.numel() - num_values),
             num_right / num_values if num_values else math.nan,
             distractor / num_sequences if recipe.num_random_keys else math.nan,
+        )
+
+    def _diverged(self, what: str, value: float) -> UserError:
+        return UserError(
+            f"the {what} is {value} at step {self.step}; the weights of the last checkpoint are kept",
+            f"lower learning_rate, or look at {self.checkpoint}",
         )
 
     def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[None]:

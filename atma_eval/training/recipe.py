@@ -203,7 +203,8 @@ def _stage(values: Any, source: str) -> Stage:
                 f"{source}: length {stage.length} is too short for {kind}",
                 f"records need at least {SHORTEST_WITH_RECORDS}",
             )
-    return stage
+    # One order, since the kind of a sequence is drawn by its place in the list
+    return dataclasses.replace(stage, mixture={kind: stage.mixture[kind] for kind in KINDS if kind in stage.mixture})
 
 
 def _check(recipe: Recipe, source: str) -> None:

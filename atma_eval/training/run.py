@@ -61,6 +61,8 @@ def train(spec: TrainSpec) -> Path | None:
         raise UserError(f"--stop-after is {spec.stop_after}", "allowed: a number of steps, at least 1")
     check_device(spec.device)
     dtype_name = parse_dtype(spec.dtype)
+    if dtype_name == "float16":
+        raise UserError(f"training in {spec.dtype}: its gradients underflow", "allowed: auto, fp32, bf16")
     check_out(out, recipe)
     source = open_source(recipe)
 

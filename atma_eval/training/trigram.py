@@ -17,7 +17,7 @@ class ByteTrigram:
     """``p(c | a b)`` as a mixture of trigram, bigram, unigram and uniform; one set of shares per context count."""
 
     def __init__(self, documents: Sequence[Document]):
-        counted = [d for i, d in enumerate(documents) if i % TUNING_EVERY]
+        counted = [d for i, d in enumerate(documents) if i % TUNING_EVERY] or list(documents)
         tuning = documents[::TUNING_EVERY]
         trigrams = np.zeros(256**3, dtype=np.int64)
         for document in counted:

@@ -1,0 +1,178 @@
+"""``atma-eval train`` from the outside: folders, resumption, what is refused, and what a person sees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+from safetensors.torch import load_file
+from test_training import TINY
+from test_training_options import write_shard
+from typer.testing import CliRunner
+
+from atma_eval import cli
+from atma_eval.errors import UserError
+from atma_eval.models.atma import Atma
+from atma_eval.models.config import AtmaConfig
+from atma_eval.training.loop import Trainer
+from atma_eval.training.recipe import bundled_recipes, find_recipe, read_recipe, recipe_of
+from atma_eval.training.run import TrainSpec, train
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("atma_eval.training.card.LOSS_BYTES", 300)
+    (tmp_path / "text.txt").write_text("spam and eggs and ham\n" * 60)
+    small = {**yaml.safe_load(TINY), "data": "text.txt", "log_every": 5}
+    small["stages"] = [{"length": 64, "tokens_per_step": 128, "steps": 10, "mixture": {"records": 1, "single": 1}}]
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(small))
+    (tmp_path / "other.yaml").write_text("base: small.yaml\nseed: 4\n")
+    return tmp_path
+
+
+def call(*arguments):
+    return CliRunner().invoke(cli.app, ["train", *arguments])
+
+
+def quick(recipe="small.yaml", **options):
+    return train(TrainSpec(recipe=recipe, trials=2, long_trials=0, quiet=True, **options))
+
+
+def test_a_recipe_becomes_a_checkpoint_folder(folder):
+    assert str(quick()) == "models/small"
+    out = folder / "models/small"
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "loss.png", "weights.safetensors"]
+    model = Atma(AtmaConfig.from_dict(json.loads((out / "config.json").read_text())))
+    model.load_state_dict(load_file(out / "weights.safetensors"))
+    kept = torch.load(folder / "runs/small/last.pt")
+    assert all(torch.equal(w, kept["model"][name]) for name, w in model.state_dict().items())
+    card = (out / "README.md").read_text()
+    for words in (
+        "atma-eval train small.yaml",
+        "![loss by step](loss.png)",
+        "seed 3",
+        "`text.txt`, 1 documents, 1,320",
+    ):
+        assert words in card
+    assert recipe_of(out) == read_recipe(folder / "small.yaml")
+    before = (out / "weights.safetensors").read_bytes()
+    quick()  # finished: measures and writes again
+    assert (out / "weights.safetensors").read_bytes() == before
+
+
+def test_the_card_holds_the_whole_recipe_of_one_that_changes_another(folder):
+    out = folder / quick("other.yaml")
+    text = (out / "README.md").read_text()
+    assert "base:" not in text
+    assert "hidden_size: 16" in text
+    assert recipe_of(out) == read_recipe(folder / "other.yaml")
+
+
+def test_tokens_that_are_no_bytes(folder):
+    """Nothing is asked of such a model at the end, and its card says less."""
+    write_shard(folder / "s_0.bin", np.arange(900) % 200)
+    own = {"base": "small.yaml", "data": "s_*.bin", "model": {"vocab_size": 300, "tokenizer": "gpt2"}}
+    own["stages"] = [{"length": 32, "tokens_per_step": 64, "steps": 10, "mixture": {"plain": 1}}]
+    (folder / "shards.yaml").write_text(yaml.safe_dump(own))
+    card = (quick("shards.yaml") / "README.md").read_text()
+    assert "1 token shards, `s_0.bin` to `s_0.bin`, 900 tokens; sha256" in card
+    assert "Tokens: gpt2, vocabulary 300." in card
+    assert "recall" not in card
+    assert "\n\n\n" not in card
+    assert recipe_of(folder / "models/shards") == read_recipe(folder / "shards.yaml")
+
+
+def test_a_run_cut_in_two_is_the_same_run(folder):
+    result = call("small.yaml", "--stop-after", "6")
+    assert result.exit_code == 0, result.output
+    assert "step 5/10" in result.output
+    assert "stopped at step 6" in result.output
+    assert not (folder / "models").exists()
+    quick()
+    quick(work=folder / "whole", out=folder / "whole-out")
+    pieces, whole = (load_file(d / "weights.safetensors") for d in (folder / "models/small", folder / "whole-out"))
+    assert all(torch.equal(w, pieces[name]) for name, w in whole.items())
+
+
+def test_control_c_keeps_the_checkpoint(folder, monkeypatch):
+    step = Trainer.train_step
+
+    def interrupted(self):
+        if self.step == 7:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    result = call("small.yaml")
+    assert result.exit_code == 130
+    assert "the same command goes on" in result.output
+    assert torch.load(folder / "runs/small/last.pt")["step"] == 5
+
+
+def test_another_recipes_folder_is_refused_before_training(folder):
+    quick()
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    for out, words in (("models/small", "another recipe's checkpoint"), (".", "other files"), ("text.txt", "a file")):
+        with pytest.raises(UserError, match=words):
+            quick("other.yaml", out=folder / out)
+    with pytest.raises(UserError, match="made by another recipe"):
+        quick("other.yaml", work=folder / "runs/small")
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["atma-dmo"], ["no recipe 'atma-dmo'", "did you mean atma-demo"]),
+        (["small.yaml", "--stop-after", "0"], ["--stop-after is 0"]),
+        (["small.yaml", "--device", "gpu"], ["unknown device 'gpu'"]),
+        (["small.yaml", "--dtype", "bf8"], ["unknown dtype 'bf8'"]),
+        (["small.yaml", "--dtype", "fp16"], ["fp16: its gradients underflow"]),
+        (["typo.yaml"], ["typo.yaml: unknown field 'sed'", "did you mean seed"]),
+        (["short.yaml"], ["short.txt has 4 tokens, too short"]),
+    ],
+)
+def test_bad_requests_load_no_torch(folder, arguments, words):
+    (folder / "typo.yaml").write_text("base: small.yaml\nsed: 4\n")
+    (folder / "short.yaml").write_text("base: small.yaml\ndata: short.txt\n")
+    (folder / "short.txt").write_text("ham")
+    code = "import sys; from atma_eval.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", *arguments],
+        cwd=folder, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == "False\n"
+    for word in words:
+        assert word in " ".join(done.stderr.split())
+
+
+def test_every_bundled_recipe_reads():
+    assert {"atma-demo", "atma-378m-1b"} <= set(bundled_recipes())
+    for name in bundled_recipes():
+        recipe = read_recipe(find_recipe(name))
+        assert recipe.model.training_length == recipe.training_length
+
+
+def test_a_terminal_gets_a_bar(folder, monkeypatch):
+    from rich.console import Console
+
+    from atma_eval.training import progress
+
+    consoles = []
+
+    def terminal(**options):
+        consoles.append(Console(force_terminal=True, width=120, record=True, **{**options, "quiet": False}))
+        return consoles[-1]
+
+    monkeypatch.setattr(progress, "plain_console", terminal)
+    train(TrainSpec(recipe="small.yaml", stop_after=5))
+    text = consoles[-1].export_text()
+    assert "stopped at step 5" in text
