@@ -20,7 +20,7 @@ from atma_eval import cli
 from atma_eval.errors import UserError
 from atma_eval.models.atma import Atma
 from atma_eval.models.config import AtmaConfig
-from atma_eval.training.loop import Trainer
+from atma_eval.training.loop import Logged, Step, Trainer
 from atma_eval.training.recipe import bundled_recipes, find_recipe, read_recipe, recipe_of
 from atma_eval.training.run import TrainSpec, train
 
@@ -132,6 +132,7 @@ def test_another_recipes_folder_is_refused_before_training(folder):
     [
         (["atma-dmo"], ["no recipe 'atma-dmo'", "did you mean atma-demo"]),
         (["small.yaml", "--stop-after", "0"], ["--stop-after is 0"]),
+        (["small.yaml", "--threads", "0"], ["--threads is 0"]),
         (["small.yaml", "--device", "gpu"], ["unknown device 'gpu'"]),
         (["small.yaml", "--dtype", "bf8"], ["unknown dtype 'bf8'"]),
         (["small.yaml", "--dtype", "fp16"], ["fp16: its gradients underflow"]),
@@ -174,5 +175,14 @@ def test_a_terminal_gets_a_bar(folder, monkeypatch):
 
     monkeypatch.setattr(progress, "plain_console", terminal)
     train(TrainSpec(recipe="small.yaml", stop_after=5))
-    text = consoles[-1].export_text()
-    assert "stopped at step 5" in text
+    assert "stopped at step 5" in consoles[-1].export_text()
+    with progress.TrainingProgress(1000, 100) as shown:
+        shown.tokens(300)
+        mean = Step(loss=1.5, other=1.25, values=0.75, distractor=float("nan"))
+        speed = {"tokens_per_s": 1234.0, "mfu": 0.425, "left_s": 3700.0}
+        shown.report(Logged(step=4, num_steps=9, length=64, mean=mean, **speed))
+        shown._bar.refresh()
+        text = consoles[-1].export_text()
+    assert " 40 %" in text
+    figures = "loss 1.5000  other 1.2500  values right 0.750  1,234 tokens/s  MFU 42.5 %  1:01:40 left"
+    assert f"step 4/9  length 64  {figures}" in text

@@ -1,1 +1,1 @@
-"""Training of the demonstration checkpoints: data, the loop, a trigram to be beaten, and the model card."""
+"""Training: recipes, data, objective, optimisers, the loop, and the model card of what came out."""

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from atma_eval.console import plain_console
 from atma_eval.training.loop import Logged
+
+
+class _Bar(Progress):
+    """A bar, and under it a line of text."""
+
+    line = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.line)
 
 
 class TrainingProgress:
@@ -16,16 +30,13 @@ class TrainingProgress:
     """
 
     def __init__(self, num_tokens: int, done: int, *, quiet: bool = False):
-        self._console = plain_console(stderr=True, soft_wrap=True, quiet=quiet)
-        self._bar: Progress | None = None
+        self._console = plain_console(stderr=True, quiet=quiet)
+        if not self._console.is_terminal:
+            self._console.soft_wrap = True
+        self._bar: _Bar | None = None
         if self._console.is_terminal and not quiet:
-            columns = (
-                TextColumn("{task.percentage:>3.0f} %"),
-                BarColumn(bar_width=30),
-                TimeElapsedColumn(),
-                TextColumn("{task.description}", markup=False),
-            )
-            self._bar = Progress(*columns, console=self._console, transient=True)
+            columns = TextColumn("{task.percentage:>3.0f} %"), BarColumn(bar_width=40), TimeElapsedColumn()
+            self._bar = _Bar(*columns, console=self._console, transient=True)
             self._task = self._bar.add_task("", total=num_tokens, completed=done)
 
     def __enter__(self) -> TrainingProgress:
@@ -46,6 +57,6 @@ class TrainingProgress:
 
     def report(self, logged: Logged) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=logged.line())
+            self._bar.line = logged.line()
         else:
             self._console.print(logged.line())

@@ -59,6 +59,8 @@ def train(spec: TrainSpec) -> Path | None:
     out, work = spec.out or Path("models") / path.stem, spec.work or Path("runs") / path.stem
     if spec.stop_after is not None and spec.stop_after < 1:
         raise UserError(f"--stop-after is {spec.stop_after}", "allowed: a number of steps, at least 1")
+    if spec.threads < 1:
+        raise UserError(f"--threads is {spec.threads}", "allowed: at least 1")
     check_device(spec.device)
     dtype_name = parse_dtype(spec.dtype)
     if dtype_name == "float16":
