@@ -175,6 +175,7 @@ def train(
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    save_dtype: Annotated[str, typer.Option(help="Type of the written weights: fp32, bf16.", metavar="TYPE")] = "fp32",
     threads: Annotated[int, typer.Option(help="CPU threads; another number may change the last bits.")] = 1,
     quiet: Quiet = False,
 ) -> None:
@@ -191,6 +192,7 @@ def train(
         stop_after=stop_after,
         device=device,
         dtype=dtype,
+        save_dtype=save_dtype,
         threads=threads,
         quiet=quiet,
     )

@@ -203,7 +203,7 @@ class RunDirectory:
             "time": now,
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "version": _version("atma-eval"),
-            "git_commit": _git_commit(),
+            "git_commit": git_commit(),
             "python": platform.python_version(),
             "platform": platform.platform(),
             "packages": {name: version for name in _PACKAGES if (version := _version(name))},
@@ -288,7 +288,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Commit of the checkout this package runs from; ``None`` where it is installed, whatever folder that is in."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():

@@ -90,6 +90,15 @@ def test_another_recipe_does_not_resume(tmp_path, corpus):
         Trainer(tiny(learning_rate=0.02), corpus, tmp_path).resume()
 
 
+def test_other_text_or_a_damaged_file_does_not_resume(tmp_path, corpus):
+    Trainer(tiny(), corpus, tmp_path).run(until=1)
+    with pytest.raises(UserError, match="was trained on other text"):
+        Trainer(tiny(), Corpus([Document("d", b"ham" * 99)]), tmp_path).resume()
+    (tmp_path / "last.pt").write_bytes((tmp_path / "last.pt").read_bytes()[:999])
+    with pytest.raises(UserError, match=r"cannot read .*last\.pt"):
+        Trainer(tiny(), corpus, tmp_path).resume()
+
+
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path, corpus):
     trainer = Trainer(tiny(), corpus, tmp_path)
     trainer.run(until=5)
@@ -288,6 +297,12 @@ def test_a_recipe_may_change_another(tmp_path):
     base, own = read_recipe(tmp_path / "base.yaml"), read_recipe(tmp_path / "own.yaml")
     assert (own.seed, own.model.attn_type, own.model.mem_enabled) == (7, "nope", False)
     assert dataclasses.replace(own, seed=base.seed, model=base.model) == base
+    (tmp_path / "own2.yaml").write_text("base: own.yaml\nmodel: {attn_window: 8}\n")
+    again = read_recipe(tmp_path / "own2.yaml")
+    assert again == dataclasses.replace(own, model=dataclasses.replace(own.model, attn_window=8))
+    (tmp_path / "own.yaml").write_text("base: own2.yaml\n")
+    with pytest.raises(UserError, match="comes back to itself"):
+        read_recipe(tmp_path / "own.yaml")
     (tmp_path / "own.yaml").write_text("base: absent.yaml\n")
     with pytest.raises(UserError, match=r"absent\.yaml"):
         read_recipe(tmp_path / "own.yaml")

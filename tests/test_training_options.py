@@ -155,7 +155,7 @@ def test_two_processes_equal_one(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("step 10/12") == 1  # one rank speaks
     recipe = recipe_from_dict({**yaml.safe_load(TINY), **changes}, "tiny")
-    one = Trainer(recipe, Corpus([Document("text.txt", TEXT)]), tmp_path / "one", dtype=torch.float64)
+    one = Trainer(recipe, Corpus([Document("text.txt", TEXT)], name="text.txt"), tmp_path / "one", dtype=torch.float64)
     one.run(10)
     two = Trainer(recipe, one.source, tmp_path / "runs" / "tiny", dtype=torch.float64)
     assert two.resume()

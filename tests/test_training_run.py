@@ -17,9 +17,11 @@ from test_training_options import write_shard
 from typer.testing import CliRunner
 
 from atma_eval import cli
+from atma_eval.checkpoint import find_model, load_model
 from atma_eval.errors import UserError
-from atma_eval.models.atma import Atma
+from atma_eval.models.atma import FP32_PARAMETERS, Atma
 from atma_eval.models.config import AtmaConfig
+from atma_eval.spec import ModelSpec
 from atma_eval.training.loop import Logged, Step, Trainer
 from atma_eval.training.recipe import bundled_recipes, find_recipe, read_recipe, recipe_of
 from atma_eval.training.run import TrainSpec, train
@@ -73,6 +75,17 @@ def test_the_card_holds_the_whole_recipe_of_one_that_changes_another(folder):
     assert "base:" not in text
     assert "hidden_size: 16" in text
     assert recipe_of(out) == read_recipe(folder / "other.yaml")
+
+
+def test_weights_may_be_written_in_half_the_bytes(folder):
+    wide, narrow = quick(out=folder / "wide"), quick(out=folder / "narrow", save_dtype="bf16")
+    wide_weights, weights = (load_file(d / "weights.safetensors") for d in (wide, narrow))
+    for name, weight in weights.items():
+        island = name.rsplit(".", 1)[-1] in FP32_PARAMETERS
+        assert weight.dtype == (torch.float32 if island else torch.bfloat16), name
+        assert torch.equal(weight, wide_weights[name].to(weight.dtype))
+    assert "--save-dtype bf16" in (narrow / "README.md").read_text()
+    assert load_model(find_model(ModelSpec(name=str(narrow))), "train").model.config.hidden_size == 16
 
 
 def test_tokens_that_are_no_bytes(folder):
@@ -135,6 +148,7 @@ def test_another_recipes_folder_is_refused_before_training(folder):
         (["small.yaml", "--threads", "0"], ["--threads is 0"]),
         (["small.yaml", "--device", "gpu"], ["unknown device 'gpu'"]),
         (["small.yaml", "--dtype", "bf8"], ["unknown dtype 'bf8'"]),
+        (["small.yaml", "--save-dtype", "fp16"], ["--save-dtype is fp16", "allowed: fp32, bf16"]),
         (["small.yaml", "--dtype", "fp16"], ["fp16: its gradients underflow"]),
         (["typo.yaml"], ["typo.yaml: unknown field 'sed'", "did you mean seed"]),
         (["short.yaml"], ["short.txt has 4 tokens, too short"]),

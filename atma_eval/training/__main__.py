@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--stop-after", type=int, help="stop at this step, to go on later")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
     parser.add_argument("--dtype", default="auto", help="auto (fp32 on a CPU, bf16 on a GPU), fp32, bf16")
+    parser.add_argument("--save-dtype", default="fp32", help="type of the written weights: fp32, bf16")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; another number may change the last bits")
     parser.add_argument("--trials", type=int, default=100, help="recall trials of the model card, up to gaps of 4,096")
     parser.add_argument("--long-trials", type=int, default=20, help="recall trials at longer gaps")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import NamedTuple
 
 import torch
@@ -119,6 +120,7 @@ class Trainer:
         self.objective = objective
         self.optimizers = make_optimizers(self.model, recipe)
         self._heights = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self._data = source.describe()
         self.step = 0
         self.seconds = 0.0
         self.final: dict[str, float] = {}  # means over the last logged steps
@@ -135,6 +137,7 @@ class Trainer:
             "recipe": self.recipe.to_dict(),
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "data": self._data,
             "source": self.source.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
@@ -153,7 +156,11 @@ class Trainer:
         """Continue from the checkpoint in ``work``, where there is one."""
         if not self.checkpoint.is_file():
             return False
-        held = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
+        try:
+            held = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
+        except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+            first = str(error).partition("\n")[0]
+            raise UserError(f"cannot read {self.checkpoint}: {first}", "use another --work folder") from None
         theirs = {**held["recipe"], "stages": list(held["recipe"]["stages"])}
         ours = self.recipe.to_dict()
         with contextlib.suppress(UserError):
@@ -163,6 +170,11 @@ class Trainer:
             raise UserError(
                 f"{self.checkpoint} was made by another recipe (it differs in {', '.join(changed) or 'its fields'})",
                 "use another --work folder, or delete this one",
+            )
+        if held.get("data", self._data) != self._data:
+            raise UserError(
+                f"{self.checkpoint} was trained on other text: {held['data']}",
+                f"now it is {self._data}; use another --work folder to train on that",
             )
         self.model.load_state_dict(held["model"])
         states = held.get("optimizers") or [held["optimizer"]]  # one, in checkpoints of version 0.1

@@ -135,15 +135,22 @@ def read_recipe(path: Path) -> Recipe:
 
     ``base`` names another recipe beside it, of which it changes fields, and those of ``model`` one by one.
     """
+    return recipe_from_dict(_with_base(path, ()), str(path))
+
+
+def _with_base(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """The fields of a recipe over those of its base, and of the base's base."""
+    if path.resolve() in above:
+        raise UserError(f"{path}: its base comes back to itself", "let the chain of base end in a whole recipe")
     values = read_yaml(path)
     base = values.pop("base", None)
-    if base is not None:
-        below = read_yaml(path.parent / str(base))
-        own_model = values.get("model", {})
-        if isinstance(own_model, dict) and isinstance(below.get("model"), dict):
-            values["model"] = {**below["model"], **own_model}
-        values = {**below, **values}
-    return recipe_from_dict(values, str(path))
+    if base is None:
+        return values
+    below = _with_base(path.parent / str(base), (*above, path.resolve()))
+    own_model = values.get("model", {})
+    if isinstance(own_model, dict) and isinstance(below.get("model"), dict):
+        values["model"] = {**below["model"], **own_model}
+    return {**below, **values}
 
 
 def recipe_from_dict(values: Any, source: str) -> Recipe:

@@ -34,6 +34,7 @@ class TrainSpec:
         stop_after: stop after so many steps of the recipe, and write no checkpoint folder; the same command
             without it goes on.
         threads: CPU threads; another number may change the last bits.
+        save_dtype: type of the weights in the folder, fp32 or bf16; the card measures what is written.
         trials, long_trials: recall trials of the model card up to gaps of 4,096, and above.
     """
 
@@ -44,6 +45,7 @@ class TrainSpec:
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 1
+    save_dtype: str = "fp32"
     trials: int = 100
     long_trials: int = 20
     quiet: bool = False
@@ -63,6 +65,8 @@ def train(spec: TrainSpec) -> Path | None:
         raise UserError(f"--threads is {spec.threads}", "allowed: at least 1")
     check_device(spec.device)
     dtype_name = parse_dtype(spec.dtype)
+    if parse_dtype(spec.save_dtype) not in ("float32", "bfloat16"):
+        raise UserError(f"--save-dtype is {spec.save_dtype}", "allowed: fp32, bf16")
     if dtype_name == "float16":
         raise UserError(f"training in {spec.dtype}: its gradients underflow", "allowed: auto, fp32, bf16")
     check_out(out, recipe)
@@ -128,13 +132,21 @@ def _write(
     spec: TrainSpec, trainer: Trainer, source: Source, out: Path, machine: str, progress: TrainingProgress
 ) -> None:
     """Measure what was trained and write ``config.json``, the weights, the loss curve and the card."""
+    import torch
     from safetensors.torch import save
 
-    from atma_eval.records import _git_commit
+    from atma_eval.records import git_commit
     from atma_eval.text import stdlib_held_out
     from atma_eval.training.card import loss_curve, measure, model_card
 
     recipe, model = trainer.recipe, trainer.model.cpu()
+    command = f"atma-eval train {spec.recipe} --out {out}"
+    if parse_dtype(spec.save_dtype) == "bfloat16":
+        model.cast(torch.bfloat16)
+        command += " --save-dtype bf16"
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     held_out = stdlib_held_out()
     measured = None
     if recipe.is_bytes and isinstance(source, Corpus):
@@ -149,7 +161,7 @@ def _write(
     card = model_card(
         name=out.name,
         recipe=recipe,
-        command=f"atma-eval train {spec.recipe} --out {out}",
+        command=command,
         model=model,
         data=source.describe(),
         num_held_out=len(held_out),
@@ -157,10 +169,9 @@ def _write(
         final=trainer.final,
         seconds=trainer.seconds,
         machine=machine,
-        commit=_git_commit(),
+        commit=git_commit(),
         has_curve=bool(trainer.history),
     )
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     files = {
         "config.json": (json.dumps(recipe.model.to_dict(), indent=2) + "\n").encode(),
         "weights.safetensors": save(weights),  # save_file leaves a file that only its owner can read
