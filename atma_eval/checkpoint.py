@@ -44,12 +44,6 @@ class ModelSource:
     config: AtmaConfig
     spec: ModelSpec
 
-    @property
-    def architecture(self) -> str:
-        if self.config.attn_type == "none":
-            return "memory only"
-        return self.config.attn_type + (" + memory" if self.config.mem_enabled else "")
-
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The one asked for, else the one the config names, else GPT-2's for a folder: the authors ship a stub."""
@@ -163,7 +157,7 @@ def describe_model(source: ModelSource, window: str | int) -> dict[str, Any]:
     return {
         "fingerprint": identity,
         "path": str(source.path),
-        "architecture": source.architecture,
+        "architecture": source.config.architecture,
         "num_parameters": sum(p.numel() for p in skeleton.parameters()),
         "config": dataclasses.asdict(source.config),
         "trained_window": source.config.attn_window,

@@ -236,19 +236,23 @@ def score(
 
 @app.command(name="list")
 def list_all(as_json: AsJson = False) -> None:
-    """Bundled models, task presets and suites."""
+    """Bundled models, task presets, suites and training recipes."""
     from atma_eval.bundled import bundled_models, bundled_presets, bundled_suites
+    from atma_eval.models.config import AtmaConfig
     from atma_eval.spec import load_preset, read_yaml
+    from atma_eval.training.recipe import bundled_recipes, read_recipe
 
     models = []
     for name, path in bundled_models().items():
-        config = json.loads((path / "config.json").read_text())
-        core = "memory only" if config["attn_type"] == "none" else config["attn_type"]
-        kind = core + (" + memory" if config["mem_enabled"] and core != "memory only" else "")
-        kind += f", window {config['attn_window']}" if config["attn_window"] else ""
+        config = AtmaConfig.from_dict(json.loads((path / "config.json").read_text()), str(path / "config.json"))
         size = sum(p.stat().st_size for p in path.glob("weights.*"))
         models.append(
-            {"name": name, "architecture": kind, "training_length": config.get("training_length"), "num_bytes": size}
+            {
+                "name": name,
+                "architecture": config.architecture,
+                "training_length": config.training_length,
+                "num_bytes": size,
+            }
         )
     presets = [
         {
@@ -262,15 +266,20 @@ def list_all(as_json: AsJson = False) -> None:
         {"name": name, "description": str(read_yaml(path).get("description", ""))}
         for name, path in bundled_suites().items()
     ]
+    recipes = [
+        {"name": name, "architecture": recipe.model.architecture, "num_tokens": recipe.num_tokens}
+        for name, recipe in ((name, read_recipe(path)) for name, path in bundled_recipes().items())
+    ]
     if as_json:
-        typer.echo(json.dumps({"models": models, "presets": presets, "suites": suites}, indent=1))
+        typer.echo(json.dumps({"models": models, "presets": presets, "suites": suites, "recipes": recipes}, indent=1))
         return
     console = _stdout()
-    for title, entries in (("models", models), ("presets", presets), ("suites", suites)):
+    for title, entries in (("models", models), ("presets", presets), ("suites", suites), ("recipes", recipes)):
         table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
         for column in entries[0] if entries else ["name"]:
             table.add_column(
-                column.replace("_", " "), justify="right" if column in ("num_bytes", "training_length") else "left"
+                column.replace("_", " "),
+                justify="right" if column in ("num_bytes", "num_tokens", "training_length") else "left",
             )
         for entry in entries:
             table.add_row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -200,3 +201,17 @@ def test_a_terminal_gets_a_bar(folder, monkeypatch):
     assert " 40 %" in text
     figures = "loss 1.5000  other 1.2500  values right 0.750  1,234 tokens/s  MFU 42.5 %  1:01:40 left"
     assert f"step 4/9  length 64  {figures}" in text
+
+
+def test_every_bundled_recipe_of_the_study_differs_in_its_model_alone():
+    """Baselines are comparable because text, order, steps and optimiser are those of atma-demo."""
+    base = read_recipe(find_recipe("atma-demo"))
+    cells = "softmax softmax-rope swa delta softmax+memory swa+memory polar atma+window atma+distractor".split()
+    for name in cells:
+        recipe = read_recipe(find_recipe(name))
+        own = {"model": recipe.model}
+        if name == "atma+distractor":
+            own |= {"num_random_keys": recipe.num_random_keys, "distractor_weight": recipe.distractor_weight}
+        assert recipe == dataclasses.replace(base, **own), name
+        same = {"attn_type": base.model.attn_type, "mem_enabled": True, "attn_window": None}
+        assert dataclasses.replace(recipe.model, **same) == base.model, name

@@ -44,6 +44,12 @@ class AtmaConfig:
     tokenizer: str | None = None
 
     @property
+    def architecture(self) -> str:
+        """In a few words: core, memory, window."""
+        core = "memory only" if self.attn_type == "none" else self.attn_type + " + memory" * self.mem_enabled
+        return core + (f", window {self.attn_window}" if self.attn_window else "")
+
+    @property
     def num_heads(self) -> int:
         return self.hidden_size // self.head_dim
 
