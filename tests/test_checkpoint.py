@@ -13,7 +13,7 @@ import torch
 from conftest import TINY, golden_case, needs_golden, tiny_model
 from safetensors.torch import save_file
 
-from atma_eval.checkpoint import ModelSource, find_model, load_model
+from atma_eval.checkpoint import find_model, load_model
 from atma_eval.errors import UserError
 from atma_eval.models.atma import FP32_PARAMETERS
 from atma_eval.models.config import AtmaConfig
@@ -503,7 +503,6 @@ def test_architecture_in_words():
         (("mem_enabled", False),): "polar",
         (("attn_type", "rope"),): "rope + memory",
         (("attn_type", "none"),): "memory only",
+        (("attn_window", 50),): "polar + memory, window 50",
     }.items():
-        config = AtmaConfig.from_dict({**TINY, **dict(changes)})
-        source = ModelSource(label="x", path=Path(), weights=None, config=config, spec=ModelSpec(name="x"))
-        assert source.architecture == words
+        assert AtmaConfig.from_dict({**TINY, **dict(changes)}).architecture == words

@@ -112,7 +112,7 @@ def test_list(call):
     listed = json.loads(outcome.out)
     assert {"induction", "atma-stage1", "perplexity"} <= {preset["name"] for preset in listed["presets"]}
     assert {p["name"]: p["command"] for p in listed["presets"]}["perplexity"] == "ppl"
-    assert set(listed) == {"models", "presets", "suites"}
+    assert set(listed) == {"models", "presets", "suites", "recipes"}
     table = call("list")
     assert table.code == 0
     for name in [preset["name"] for preset in listed["presets"]] + [model["name"] for model in listed["models"]]:
