@@ -297,7 +297,7 @@ def walk(model: LanguageModel, samples: list[Sample]) -> Iterator[tuple[Sample, 
             yield sample, Scored(nll[part].copy(), argmax[part].copy()), "ok", None
         if not node.children:
             session.close()
-        # The last (longest) child takes this session over; the others get forks and are walked before it.
+        # The last (longest) child goes on with this state; the others get forks and are walked before it.
         branches = [(child, session.fork()) for child in node.children[:-1]]
         pending.extend((child, session) for child in node.children[-1:])
         pending.extend(reversed(branches))

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
+from atma_eval.errors import ComputationError
 from atma_eval.models.atma import Atma
-from atma_eval.state import LayerStates
+from atma_eval.runner import walk
+from atma_eval.session import Session
+from atma_eval.spec import build_task, load_preset
 from atma_eval.stats import wilson
-from atma_eval.text import Document
+from atma_eval.text import Document, TextSource
 from atma_eval.tokenizer import ByteTokenizer
 from atma_eval.training.recipe import CARD_HEADING, Recipe
-from atma_eval.training.synthetic import CUE_BYTES, KEY_DIGITS, VALUE_DIGITS, record
+from atma_eval.training.synthetic import RECORD_BYTES
 from atma_eval.training.trigram import ByteTrigram
 
-DOCUMENT_START = ByteTokenizer.start_id
-CHUNK = 2048  # tokens given to the model at once
 LOSS_BYTES = 8192  # of the start of every held-out document
 SKIPPED_BYTES = 2  # a trigram has nothing to say on them
 
@@ -48,40 +48,24 @@ class Measured:
     loss_bytes: int
 
 
-def _extend(model: Atma, state: LayerStates, tokens: np.ndarray, last: int) -> torch.Tensor:
-    """Advance over ``tokens`` in chunks; hidden states of the last ``last``, which lie in one chunk."""
-    ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    for chunk in ids.split(CHUNK, dim=1):
-        hidden = model(chunk, state, last=last)
-    return hidden
-
-
-@torch.no_grad()
 def measure_recall(
     model: Atma, documents: Sequence[Document], trials_by_gap: dict[int, int], seed: int
 ) -> tuple[Recall, ...]:
-    """Needle at the start, then ``gap`` bytes of text, then the question; one pass of a trial serves all its gaps."""
-    right: dict[int, list[np.ndarray]] = {gap: [] for gap in sorted(trials_by_gap)}
-    for trial in range(max(trials_by_gap.values(), default=0)):
-        text = np.frombuffer(documents[trial % len(documents)].data, dtype=np.uint8)
-        rng = np.random.default_rng([seed, trial])
-        needle = record(int(rng.integers(10**KEY_DIGITS)), int(rng.integers(10**VALUE_DIGITS)))
-        question = np.frombuffer(needle[: CUE_BYTES + VALUE_DIGITS], dtype=np.uint8)
-        state = model.init_state(1)
-        _extend(model, state, np.concatenate([[DOCUMENT_START], np.frombuffer(needle, dtype=np.uint8)]), 1)
-        done = 0
-        for gap in right:
-            if trial >= trials_by_gap[gap] or gap > len(text):
-                continue
-            if gap > done:
-                _extend(model, state, text[done:gap], 1)
-                done = gap
-            branch = state.fork()
-            hidden = _extend(model, branch, question[:-1], VALUE_DIGITS)
-            branch.release()
-            predicted = model.logits(hidden)[0].argmax(-1).numpy()
-            right[gap].append(predicted == question[-VALUE_DIGITS:])
-        state.release()
+    """Exact recall as ``atma-eval niah`` measures it; gaps for which no document is long enough are left out."""
+    longest = max(len(document.data) for document in documents) - RECORD_BYTES
+    right: dict[int, list[np.ndarray]] = {gap: [] for gap in sorted(trials_by_gap) if gap <= longest}
+    if not right:
+        return ()
+    trials = max(trials_by_gap[gap] for gap in right)
+    task = build_task(load_preset("induction"), lengths=tuple(right), trials=trials, seed=seed)
+    tokenizer = ByteTokenizer()
+    text = task.select(TextSource("held-out documents", tuple(documents), {}), tokenizer)
+    for group in task.groups(tokenizer, text):
+        samples = [s for s in group if s.control == "none" and s.trial < trials_by_gap[s.length]]
+        for sample, scored, _, error in walk(model, samples):
+            if scored is None:
+                raise ComputationError(f"recall at a gap of {sample.length:,} could not be measured: {error}")
+            right[sample.length].append(scored.argmax == sample.tokens[slice(*sample.span)])
     return tuple(
         Recall(
             gap=gap,
@@ -90,26 +74,19 @@ def measure_recall(
             digit_accuracy=float(np.mean(rows)),
         )
         for gap, rows in right.items()
-        if rows
     )
 
 
-@torch.no_grad()
 def measure_loss(model: Atma, documents: Sequence[Document]) -> float:
     """Nats per byte over the starts of documents, the first two bytes of each left to the trigram's context."""
-    total, count = 0.0, 0
+    losses = []
     for document in documents:
-        data = np.frombuffer(document.data[:LOSS_BYTES], dtype=np.uint8)
-        tokens = torch.from_numpy(np.concatenate([[DOCUMENT_START], data]).astype(np.int64))
-        state = model.init_state(1)
-        pieces = []
-        for inputs, targets in zip(tokens[:-1].split(CHUNK), tokens[1:].split(CHUNK), strict=True):
-            logits = model.logits(model(inputs[None], state))[0]
-            pieces.append(F.cross_entropy(logits, targets, reduction="none"))
-        nll = torch.cat(pieces)
-        state.release()
-        total, count = total + nll[SKIPPED_BYTES:].sum().item(), count + len(nll) - SKIPPED_BYTES
-    return total / count
+        session = Session(model)
+        session.extend(np.array([ByteTokenizer.start_id]))
+        nll = session.score(np.frombuffer(document.data[:LOSS_BYTES], dtype=np.uint8)).nll
+        session.close()
+        losses.append(nll[SKIPPED_BYTES:].astype(np.float64))
+    return float(np.concatenate(losses).mean())
 
 
 def measure(
