@@ -119,13 +119,13 @@ def run(spec: RunSpec, cells: list[Cell], events: Events, directory: RunDirector
         events.on_message(
             f"repaired {directory.path}/records.jsonl: cut {directory.torn_bytes} bytes of an unfinished row"
         )
+    details = _agree(directory, cells)
     result = RunResult()
     wanted = {key for cell in cells for key in cell.keys}
     for row in directory.rows:
         if row["key"] in wanted:
             result.rows.append(row)
             events.on_row(row)
-    details = _agree(directory, cells)
     loaded: LoadedModel | None = None
     at: tuple[str, str | int] | None = None
     for cell, described in zip(cells, details, strict=True):
