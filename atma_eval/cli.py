@@ -355,7 +355,8 @@ def _evaluate(
     if out is None:
         # Another protocol, text or window gets another folder, where it meets no unlike rows.
         where = text if text == "stdlib" else str(Path(text).absolute())
-        settings = [where, task_spec.window, models[0].dtype, device, tokenizer, q2_floor, task.docs]
+        docs = None if task.documents_may_grow else task.docs
+        settings = [where, task_spec.window, models[0].dtype, device, tokenizer, q2_floor, docs]
         identity = json.dumps([task.protocol(), *settings], sort_keys=True)
         out = Path("results") / f"{command}-{preset.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     _execute(spec.RunSpec(models=models, tasks=(task_spec,), out=out), dry_run, as_json, quiet)
