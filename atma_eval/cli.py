@@ -387,7 +387,7 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
             live = console.is_terminal and not (as_json or quiet)
             with RunProgress(total, chance, live=live, quiet=quiet) as progress:
                 events = runner.Events(on_message=progress.message, on_row=progress.row, on_tokens=progress.tokens)
-                result = runner.run(spec, cells, events, directory)
+                result = runner.run(cells, events, directory)
     except KeyboardInterrupt:
         _note(f"interrupted; finished rows are in {spec.out}, and the same command continues")
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -111,7 +111,6 @@ class RunDirectory:
             self._file.truncate(whole)
         self.keys = {row["key"] for row in self.rows}
         self._writer = jsonlines.Writer(self._file, dumps=_dumps, flush=True)
-        self._announced = False
 
     def _read_manifest(self) -> dict[str, Any]:
         path = self.path / "manifest.json"
@@ -213,9 +212,8 @@ class RunDirectory:
             "updated": now,
             "parity": None,
             **sections,
-            "invocations": base["invocations"] if self._announced else [*base["invocations"], invocation],
+            "invocations": [*base["invocations"], invocation],
         }
-        self._announced = True
         temporary = self.path / "manifest.tmp.json"
         temporary.write_text(json.dumps(self.manifest, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         temporary.replace(self.path / "manifest.json")

@@ -41,7 +41,7 @@ class Cell:
         return self.spec.task.groups(self.source.tokenizer, self.text)
 
     def row_key(self, sample: Sample) -> str:
-        return f"{self.source.label}/{self.spec.task.name}/{sample.key}"
+        return _row_key(self.source, self.spec, sample)
 
 
 @dataclass
@@ -91,12 +91,16 @@ def prepare(spec: RunSpec) -> list[Cell]:
     return cells
 
 
+def _row_key(source: ModelSource, spec: TaskSpec, sample: Sample) -> str:
+    return f"{source.label}/{spec.task.name}/{sample.key}"
+
+
 def _cell(source: ModelSource, spec: TaskSpec, origin: TextSource, text: TaskText) -> Cell:
     account = Account()
     keys: set[str] = set()
     for samples in spec.task.groups(source.tokenizer, text):
         account.add(samples)
-        keys |= {f"{source.label}/{spec.task.name}/{sample.key}" for sample in samples}
+        keys |= {_row_key(source, spec, sample) for sample in samples}
     if len(keys) != account.num_samples:
         raise AssertionError(f"{spec.task.name}: samples share a key")
     return Cell(
@@ -113,7 +117,7 @@ def _cell(source: ModelSource, spec: TaskSpec, origin: TextSource, text: TaskTex
     )
 
 
-def run(spec: RunSpec, cells: list[Cell], events: Events, directory: RunDirectory) -> RunResult:
+def run(cells: list[Cell], events: Events, directory: RunDirectory) -> RunResult:
     """Compute what is missing of ``cells`` and return all their rows."""
     if directory.torn_bytes:
         events.on_message(
@@ -151,10 +155,12 @@ def _agree(directory: RunDirectory, cells: list[Cell]) -> list[dict[str, Any]]:
     """Check every model's file and every cell against what the folder holds, before the first row; model details."""
     models: dict[str, Any] = {}
     tasks: dict[str, Any] = {}
+    known: dict[tuple[str, str | int], dict[str, Any]] = {}  # a weight file is read and hashed once for all its tasks
     details = []
     for cell in cells:
         task, tokenizer = cell.spec.task, cell.source.tokenizer
-        described = describe_model(cell.source, cell.spec.window)
+        at = (cell.source.label, cell.spec.window)
+        described = known[at] = known.get(at) or describe_model(cell.source, cell.spec.window)
         details.append(described)
         own = {name: value for name, value in described.items() if name != "window"}
         models[cell.source.label] = {

@@ -128,13 +128,7 @@ class Preset:
     @property
     def fields(self) -> set[str]:
         """What a preset of this family may set."""
-        return {f.name for f in dataclasses.fields(FAMILIES[self.family])} - {
-            "name",
-            "family",
-            "docs_at_most",
-            "chance",
-            "documents_may_grow",
-        }
+        return {f.name for f in dataclasses.fields(FAMILIES[self.family])} - {"name", "docs_at_most"}
 
 
 def load_preset(name: str, allowed_families: tuple[str, ...] | None = None) -> Preset:

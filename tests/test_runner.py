@@ -35,7 +35,7 @@ def request(
 
 def run(spec, on_row=lambda row: None):
     with RunDirectory(spec.out) as directory:
-        return runner.run(spec, runner.prepare(spec), runner.Events(on_row=on_row), directory)
+        return runner.run(runner.prepare(spec), runner.Events(on_row=on_row), directory)
 
 
 def stable(rows):
@@ -239,7 +239,7 @@ def test_a_torn_last_line_is_cut_off(finished, cut):
     messages = []
     with RunDirectory(spec.out) as directory:
         assert directory.torn_bytes > 0
-        runner.run(spec, runner.prepare(spec), runner.Events(on_message=messages.append), directory)
+        runner.run(runner.prepare(spec), runner.Events(on_message=messages.append), directory)
     assert "repaired" in messages[0]
     assert stable(on_disk(spec.out)) == rows
 

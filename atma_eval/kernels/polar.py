@@ -81,6 +81,19 @@ def _finish(stats: Statistics, null: Tensor, p: PolarParameters, q2_floor: float
     return PolarOutput(direction, magnitude, n_eff, sink / everything)
 
 
+def _scaled_queries(q: Tensor, p: PolarParameters, num_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries whose product with a key is its score in log2 units, and the null logit ``[H, T]`` in natural log."""
+    temperature = p.temperature(num_keys)
+    scaled = q.to(p.v_null.dtype) * (temperature * (LOG2_E / math.sqrt(q.shape[-1])))[..., None]
+    return scaled, temperature * p.null_logit(num_keys)
+
+
+def _visible_counts(first_query: int, num_queries: int, window: int | None, like: Tensor) -> Tensor:
+    """How many keys each of ``num_queries`` positions from ``first_query`` sees, itself included, ``[T]``."""
+    counts = torch.arange(first_query + 1, first_query + num_queries + 1, device=like.device, dtype=like.dtype)
+    return counts if window is None else counts.clamp(max=window)
+
+
 def polar_attention(
     q: Tensor,
     k: Tensor,
@@ -105,16 +118,10 @@ def polar_attention(
 
     Computed in fp32 (fp64 for fp64 inputs); direction and magnitude return in the type of ``q``.
     """
-    batch, _, num_queries, key_width = q.shape
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    p = parameters.to(dtype)
+    batch, _, num_queries, _ = q.shape
+    p = parameters.to(torch.promote_types(q.dtype, torch.float32))
     first_query = offset + k.shape[1] - num_queries
-    num_keys = torch.arange(first_query + 1, first_query + num_queries + 1, device=q.device, dtype=dtype)
-    if window is not None:
-        num_keys = num_keys.clamp(max=window)
-    temperature = p.temperature(num_keys)
-    null = temperature * p.null_logit(num_keys)
-    scaled = q.to(dtype) * (temperature * (LOG2_E / math.sqrt(key_width)))[None, :, :, None]
+    scaled, null = _scaled_queries(q, p, _visible_counts(first_query, num_queries, window, p.v_null))
 
     streams = []
     for b in range(batch):
@@ -148,21 +155,19 @@ def polar_reference(
     ``q`` is ``[B, H, T, K]``, ``k`` and ``v`` are ``[B, S, G, K | V]`` with ``S >= T``; the queries are the last
     ``T`` positions.
     """
-    num_heads, num_queries, key_width = q.shape[1:]
+    num_heads, num_queries, _ = q.shape[1:]
     dtype = torch.promote_types(q.dtype, torch.float32)
     p = parameters.to(dtype)
     group = num_heads // k.shape[2]
     keys = k.to(dtype).transpose(1, 2).repeat_interleave(group, dim=1)
     values = v.to(dtype).transpose(1, 2).repeat_interleave(group, dim=1)
     visible = visible_keys(num_queries, k.shape[1], window, q.device)
-    num_keys = visible.sum(-1).to(dtype)
-    temperature = p.temperature(num_keys)
-    scores = (q.to(dtype) * (temperature * (LOG2_E / math.sqrt(key_width)))[..., None]) @ keys.mT
-    scores = scores.masked_fill(~visible, -torch.inf)
+    scaled, null = _scaled_queries(q, p, visible.sum(-1).to(dtype))
+    scores = (scaled @ keys.mT).masked_fill(~visible, -torch.inf)
     peak = scores.amax(-1).detach()
     weights = torch.exp2(scores - peak[..., None])
     stats = Statistics(peak, weights.sum(-1), weights.square().sum(-1), weights @ values)
-    out = _finish(stats, temperature * p.null_logit(num_keys), p, q2_floor)
+    out = _finish(stats, null, p, q2_floor)
     return out._replace(direction=out.direction.to(q.dtype), magnitude=out.magnitude.to(q.dtype))
 
 
@@ -252,15 +257,9 @@ def polar_training(
 
     At 2,048 tokens on the CPU thirteen times as fast, forward and backward, as letting autograd keep the weights.
     """
-    num_queries, key_width = q.shape[2:]
-    num_keys = k.shape[1]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    p = parameters.to(dtype)
-    count = torch.arange(num_keys - num_queries + 1, num_keys + 1, device=q.device, dtype=dtype)
-    count = count if window is None else count.clamp(max=window)
-    temperature = p.temperature(count)
-    scaled = q.to(dtype) * (temperature * (LOG2_E / math.sqrt(key_width)))[..., None]
-
-    stats = row_sums(scaled, k, v, window)
-    out = _finish(stats, temperature * p.null_logit(count), p, q2_floor)
+    num_queries = q.shape[2]
+    p = parameters.to(torch.promote_types(q.dtype, torch.float32))
+    counts = _visible_counts(k.shape[1] - num_queries, num_queries, window, p.v_null)
+    scaled, null = _scaled_queries(q, p, counts)
+    out = _finish(row_sums(scaled, k, v, window), null, p, q2_floor)
     return out._replace(direction=out.direction.to(q.dtype), magnitude=out.magnitude.to(q.dtype))

@@ -76,11 +76,13 @@ class Task(Protocol):
     """A frozen task: what is asked, and with which protocol."""
 
     name: str
-    family: str
     lengths: tuple[int, ...]
     seed: int
 
     docs: int | None
+
+    @property
+    def family(self) -> str: ...
 
     @property
     def num_trials(self) -> int: ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -61,8 +61,8 @@ class Induction:
     docs: int | None = None
     docs_at_most: bool = True
     repeat: bool = False
-    family: str = "induction"
-    documents_may_grow: bool = False
+    family: ClassVar[str] = "induction"
+    documents_may_grow: ClassVar[bool] = False
 
     @property
     def num_trials(self) -> int:
@@ -70,7 +70,7 @@ class Induction:
 
     def protocol(self) -> dict[str, Any]:
         fields = asdict(self)
-        for name in ("name", "lengths", "trials", "docs", "docs_at_most", "family", "documents_may_grow"):
+        for name in ("name", "lengths", "trials", "docs", "docs_at_most"):
             del fields[name]
         return {"protocol": f"induction-v{VERSION}", **fields}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,9 +31,9 @@ class Perplexity:
     docs: int | None = None
     docs_at_most: bool = True
     repeat: bool = False
-    family: str = "perplexity"
-    chance: None = None
-    documents_may_grow: bool = True
+    family: ClassVar[str] = "perplexity"
+    chance: ClassVar[None] = None
+    documents_may_grow: ClassVar[bool] = True
 
     @property
     def num_trials(self) -> int:
