@@ -266,7 +266,7 @@ def demo():
 
 @needs_demo
 def test_the_bundled_checkpoint_is_what_its_recipe_says(demo):
-    recipe = read_recipe(ROOT / "configs" / "train" / "atma-demo.yaml")
+    recipe = read_recipe(ROOT / "configs" / "train" / "atma.yaml")
     assert dataclasses.asdict(demo.config) == dataclasses.asdict(recipe.model)
     assert demo.config.training_length == 2048
     assert demo.config.attn_type == "polar"
