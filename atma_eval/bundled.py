@@ -9,6 +9,8 @@ from atma_eval.errors import UserError
 
 _PACKAGE = Path(__file__).resolve().parent
 
+MODEL_ALIASES = {"atma-demo": "atma"}
+
 
 def bundled(kind: str) -> Path:
     """The folder of ``tasks``, ``models`` or ``configs``: inside an installed wheel, else beside the package."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atma_eval.bundled import bundled_models, bundled_shapes, given_path
+from atma_eval.bundled import MODEL_ALIASES, bundled_models, bundled_shapes, given_path
 from atma_eval.errors import UserError, did_you_mean
 from atma_eval.models.config import AtmaConfig
 from atma_eval.spec import ModelSpec, check_device
@@ -81,6 +81,7 @@ def find_model(spec: ModelSpec) -> ModelSource:
 
 def _find_folder(name: str) -> tuple[Path, str]:
     bundled = bundled_models()
+    name = MODEL_ALIASES.get(name, name)
     if name in bundled:
         return bundled[name], name
     if name.startswith("hf:"):

@@ -21,7 +21,7 @@ from atma_eval.errors import UserError
 
 EXIT_FAILED_CELLS, EXIT_INTERRUPTED = 1, 130  # bad input is 2
 SHORTER_HINT = "ask for shorter --lengths or fewer --trials"
-DEMO_MODEL, DEMO_TRIALS, DEMO_DOCS = "atma-demo", 8, 4
+DEMO_MODEL, DEMO_TRIALS, DEMO_DOCS = "atma", 8, 4
 MAX_LISTED_FAILURES = 3
 
 app = typer.Typer(

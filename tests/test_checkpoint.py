@@ -13,6 +13,7 @@ import torch
 from conftest import TINY, golden_case, needs_golden, tiny_model
 from safetensors.torch import save_file
 
+from atma_eval.bundled import MODEL_ALIASES, bundled_models
 from atma_eval.checkpoint import find_model, load_model
 from atma_eval.errors import UserError
 from atma_eval.models.atma import FP32_PARAMETERS
@@ -402,8 +403,19 @@ def test_names_that_lead_nowhere(tmp_path, weights, monkeypatch):
 
 
 def test_did_you_mean(monkeypatch, tmp_path):
-    monkeypatch.setattr("atma_eval.checkpoint.bundled_models", lambda: {"atma-demo": tmp_path})
-    assert "did you mean atma-demo" in refusal("atma-dmeo").hint
+    monkeypatch.setattr("atma_eval.checkpoint.bundled_models", lambda: {"softmax": tmp_path})
+    assert "did you mean softmax" in refusal("sofmtax").hint
+
+
+@pytest.mark.parametrize("alias", MODEL_ALIASES)
+def test_an_alias_is_another_name_of_a_model(alias):
+    """The label is the model's own, so that rows of both names pair."""
+    name = MODEL_ALIASES[alias]
+    if name not in bundled_models():
+        pytest.skip(f"models/{name} is not in this checkout")
+    one, other = find_model(ModelSpec(name=alias)), find_model(ModelSpec(name=name))
+    assert (one.label, one.path) == (other.label, other.path)
+    assert one.label == name
 
 
 def test_devices(tiny_name):

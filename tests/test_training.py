@@ -26,10 +26,10 @@ from atma_eval.training.sources import Corpus
 from atma_eval.training.synthetic import RECORD_BYTES, VALUE_DIGITS
 from atma_eval.training.trigram import ByteTrigram
 
-DEMO = ROOT / "models" / "atma-demo"
+DEMO = ROOT / "models" / "atma"
 DOCUMENT_START = ByteTokenizer.start_id
 HAS_DEMO = (DEMO / "weights.safetensors").is_file()
-needs_demo = pytest.mark.skipif(not HAS_DEMO, reason="models/atma-demo is not in this checkout")
+needs_demo = pytest.mark.skipif(not HAS_DEMO, reason="models/atma is not in this checkout")
 
 TINY = """
 model: {vocab_size: 257, num_hidden_layers: 3, hidden_size: 16, head_dim: 4, attn_type: polar, attn_window: null,

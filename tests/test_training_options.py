@@ -137,7 +137,9 @@ def test_flops_utilisation():
 # -- ranks ---------------------------------------------------------------------------------------------------------
 
 IN_DOUBLE = "import sys; from atma_eval import spec; spec.DTYPES['fp64'] = 'float64'\n" + (
-    "from atma_eval.training.__main__ import main; main()\n"
+    "from atma_eval.training.__main__ import main; main(); import pathlib\n"
+    "names = [(task / 'comm').read_text().strip() for task in pathlib.Path('/proc/self/task').glob('*')]\n"
+    "print('left:', [name for name in names if 'gloo' in name], file=sys.stderr)\n"
 )
 
 
@@ -154,6 +156,7 @@ def test_two_processes_equal_one(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("step 10/12") == 1  # one rank speaks
+    assert done.stderr.count("left: []") == 2  # a thread of the group that outlives it may kill the process at its end
     recipe = recipe_from_dict({**yaml.safe_load(TINY), **changes}, "tiny")
     one = Trainer(recipe, Corpus([Document("text.txt", TEXT)], name="text.txt"), tmp_path / "one", dtype=torch.float64)
     one.run(10)

@@ -144,7 +144,7 @@ def test_another_recipes_folder_is_refused_before_training(folder):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["atma-dmo"], ["no recipe 'atma-dmo'", "did you mean atma-demo"]),
+        (["swaa"], ["no recipe 'swaa'", "did you mean swa"]),
         (["small.yaml", "--stop-after", "0"], ["--stop-after is 0"]),
         (["small.yaml", "--threads", "0"], ["--threads is 0"]),
         (["small.yaml", "--device", "gpu"], ["unknown device 'gpu'"]),
@@ -171,7 +171,7 @@ def test_bad_requests_load_no_torch(folder, arguments, words):
 
 
 def test_every_bundled_recipe_reads():
-    assert {"atma-demo", "atma-378m-1b"} <= set(bundled_recipes())
+    assert {"atma", "atma-378m-1b"} <= set(bundled_recipes())
     for name in bundled_recipes():
         recipe = read_recipe(find_recipe(name))
         assert recipe.model.training_length == recipe.training_length
@@ -204,14 +204,18 @@ def test_a_terminal_gets_a_bar(folder, monkeypatch):
 
 
 def test_every_bundled_recipe_of_the_study_differs_in_its_model_alone():
-    """Baselines are comparable because text, order, steps and optimiser are those of atma-demo."""
-    base = read_recipe(find_recipe("atma-demo"))
+    """Baselines are comparable because text, order, steps and optimiser are those of atma."""
+    base = read_recipe(find_recipe("atma"))
     cells = "softmax softmax-rope swa delta softmax+memory swa+memory polar atma+window atma+distractor".split()
+    cells += ["atma-s1", "softmax+memory-s1", "polar-s1", "delta-s1"]
     for name in cells:
         recipe = read_recipe(find_recipe(name))
         own = {"model": recipe.model}
         if name == "atma+distractor":
             own |= {"num_random_keys": recipe.num_random_keys, "distractor_weight": recipe.distractor_weight}
+        if name.endswith("-s1"):
+            assert recipe.model == read_recipe(find_recipe(name.removesuffix("-s1"))).model
+            own["seed"] = 2
         assert recipe == dataclasses.replace(base, **own), name
         same = {"attn_type": base.model.attn_type, "mem_enabled": True, "attn_window": None}
         assert dataclasses.replace(recipe.model, **same) == base.model, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from atma_eval.errors import UserError
 from atma_eval.spec import check_device, parse_dtype
-from atma_eval.training.recipe import check_out, find_recipe, read_recipe
+from atma_eval.training.recipe import Recipe, check_out, find_recipe, read_recipe
 from atma_eval.training.sources import Corpus, Source, open_source
 
 if TYPE_CHECKING:
+    import torch
+
     from atma_eval.training.loop import Trainer
     from atma_eval.training.progress import TrainingProgress
 
@@ -74,27 +77,42 @@ def train(spec: TrainSpec) -> Path | None:
 
     import torch
 
-    from atma_eval.training.loop import Trainer
-    from atma_eval.training.progress import TrainingProgress
-
     torch.set_num_threads(spec.threads)
     with _ranks(spec.device) as (device, rank, world):
         if dtype_name == "auto":
             dtype_name = "bfloat16" if device.startswith("cuda") else "float32"
-        trainer = Trainer(recipe, source, work, device=device, dtype=getattr(torch, dtype_name))
-        resumed = trainer.resume()
-        done = recipe.tokens_before(trainer.step)
-        with TrainingProgress(recipe.num_tokens, done, quiet=spec.quiet or rank > 0) as progress:
-            if resumed:
-                progress.message(f"resumed at step {trainer.step:,} of {recipe.num_steps:,}, from {trainer.checkpoint}")
-            trainer.run(spec.stop_after, on_log=progress.report, on_step=progress.tokens)
-            if trainer.step < recipe.num_steps:
-                progress.message(f"stopped at step {trainer.step:,}; the same command without --stop-after goes on")
-                return None
-            if rank == 0:
-                machine = f"{world} x {_device_name(device)}" if world > 1 else _device_name(device)
-                _write(spec, trainer, source, out, machine, progress)
-    return out
+        finished = _train(spec, recipe, source, out, work, (device, rank, world), getattr(torch, dtype_name))
+    return out if finished else None
+
+
+def _train(
+    spec: TrainSpec,
+    recipe: Recipe,
+    source: Source,
+    out: Path,
+    work: Path,
+    ranks: tuple[str, int, int],
+    dtype: torch.dtype,
+) -> bool:
+    """One rank's part; whether the recipe's last step is done. Nothing of the trainer outlives the call."""
+    from atma_eval.training.loop import Trainer
+    from atma_eval.training.progress import TrainingProgress
+
+    device, rank, world = ranks
+    trainer = Trainer(recipe, source, work, device=device, dtype=dtype)
+    resumed = trainer.resume()
+    done = recipe.tokens_before(trainer.step)
+    with TrainingProgress(recipe.num_tokens, done, quiet=spec.quiet or rank > 0) as progress:
+        if resumed:
+            progress.message(f"resumed at step {trainer.step:,} of {recipe.num_steps:,}, from {trainer.checkpoint}")
+        trainer.run(spec.stop_after, on_log=progress.report, on_step=progress.tokens)
+        if trainer.step < recipe.num_steps:
+            progress.message(f"stopped at step {trainer.step:,}; the same command without --stop-after goes on")
+            return False
+        if rank == 0:
+            machine = f"{world} x {_device_name(device)}" if world > 1 else _device_name(device)
+            _write(spec, trainer, source, out, machine, progress)
+    return True
 
 
 @contextmanager
@@ -113,10 +131,15 @@ def _ranks(device: str) -> Iterator[tuple[str, int, int]]:
     if device.startswith("cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
+    import torch.distributed.nn  # its functions keep the group that exists at import as a default, for ever
+
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         yield device, dist.get_rank(), dist.get_world_size()
     finally:
+        # The group's threads end with its last reference. One that is alive at the interpreter's end and asks for
+        # its lock then kills the process, now and then ("terminate called without an active exception").
+        gc.collect()
         dist.destroy_process_group()
 
 
