@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -12,11 +11,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from atma_eval.stats import Estimate, clustered_mean, clustered_share, wilson
+from atma_eval.metrics import METRICS, Row, estimate, is_retrieval, metrics_of, units
+from atma_eval.stats import Estimate
 
-Row = dict[str, Any]
 LABEL_WIDTH, COLUMN_WIDTH = 15, 14  # with the space between columns
-MAX_EXPONENT = 700.0  # beyond it the perplexity is no longer a number; the loss still is
 
 
 def _pick(rows: list[Row], **fields: Any) -> list[Row]:
@@ -27,49 +25,10 @@ def _distinct(rows: list[Row], name: str) -> list[Any]:
     return list(dict.fromkeys(row[name] for row in rows))
 
 
-def _proportion(rows: list[Row], name: str) -> Estimate:
-    return wilson(sum(bool(row[name]) for row in rows), len(rows))
-
-
-def retrieval_estimates(rows: list[Row]) -> dict[str, Estimate]:
-    """Every metric of ok rows of one cell and control: trials are the unit, documents the clusters."""
-    documents = [row["text_id"] for row in rows]
-    return {
-        "exact": _proportion(rows, "exact"),
-        "first_token": _proportion(rows, "first_token_correct"),
-        "token_accuracy": clustered_share([row["token_accuracy"] for row in rows], documents),
-        "nll": clustered_mean([row["nll_sum"] / row["num_targets"] for row in rows], documents),
-    }
-
-
-def loss_estimates(rows: list[Row]) -> dict[str, Estimate]:
-    """Token-weighted loss, perplexity and bits per byte of ok rows of one length: documents are the unit.
-
-    All rows of a cell score the same number of tokens, so the document mean is the token-weighted mean.
-    """
-    documents = [row["text_id"] for row in rows]
-    nll = clustered_mean([row["nll_sum"] / row["num_targets"] for row in rows], documents)
-    num_bytes = sum(row["num_bytes"] for row in rows)
-    bits = Estimate(None, None, None, len(rows))
-    if num_bytes:
-        # A ratio of sums: spread each document's share over the mean number of bytes.
-        per_document = num_bytes / len(rows)
-        total = sum(row["nll_sum"] for row in rows) / math.log(2) / num_bytes
-        residuals = [(row["nll_sum"] / math.log(2) - total * row["num_bytes"]) / per_document for row in rows]
-        spread = clustered_mean(residuals, documents)
-        if spread.low is not None and spread.high is not None:
-            bits = Estimate(total, max(0.0, total + spread.low), total + spread.high, len(rows))
-        else:
-            bits = Estimate(total, None, None, len(rows))
-    return {
-        "nll": nll,
-        "perplexity": Estimate(_exp(nll.mean), _exp(nll.low), _exp(nll.high), nll.n),
-        "bits_per_byte": bits,
-    }
-
-
-def _exp(value: float | None) -> float | None:
-    return None if value is None or value > MAX_EXPONENT else math.exp(value)
+def _estimates(ok: list[Row], control: str) -> dict[str, Estimate]:
+    """Every metric of the scored rows of one cell and control, but what contrasts two controls."""
+    metrics = [METRICS[name] for name in metrics_of(ok[0]) if METRICS[name].contrast is None]
+    return {metric.name: estimate(units(ok, metric, control).values(), metric) for metric in metrics}
 
 
 def summary(rows: list[Row], curves: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -82,8 +41,8 @@ def summary(rows: list[Row], curves: dict[str, Any] | None = None) -> list[dict[
                 for control in _distinct(_pick(mine, length=length), "control"):
                     cell_rows = _pick(mine, length=length, control=control)
                     ok = _pick(cell_rows, status="ok")
-                    retrieval = mine[0]["gap"] is not None
-                    estimates = (retrieval_estimates if retrieval else loss_estimates)(ok) if ok else {}
+                    retrieval = is_retrieval(mine[0])
+                    estimates = _estimates(ok, control) if ok else {}
                     cell: dict[str, Any] = {
                         "model": model,
                         "task": task,

@@ -7,33 +7,11 @@ import math
 
 import numpy as np
 import pytest
+from rows import row
 
 from atma_eval.console import plain_console
 from atma_eval.report import Tables, summary
 from atma_eval.tasks.perplexity import position_buckets
-
-
-def row(task="induction", length=2048, trial=0, status="ok", control="none", nll=0.5, right=True, model="m", **fields):
-    retrieval = task == "induction"
-    ok = status == "ok"
-    return {
-        "key": f"{model}/{task}/{length}/{trial}/{control}",
-        "model": model,
-        "task": task,
-        "length": length,
-        "gap": length if retrieval else None,
-        "trial": trial,
-        "control": control,
-        "status": status,
-        "text_id": f"d{trial}",
-        "num_targets": 5 if retrieval else length,
-        "num_bytes": None if retrieval else 2 * length,
-        "nll_sum": nll * (5 if retrieval else length) if ok else None,
-        "exact": right if ok and retrieval else None,
-        "first_token_correct": right if ok and retrieval else None,
-        "token_accuracy": float(right) if ok and retrieval else None,
-        **fields,
-    }
 
 
 def text_of(rows, curves=None, width=100):

@@ -1,0 +1,1 @@
+"""Commands that read results. One module each: parse, call one function, render; importing them is cheap."""

@@ -1,0 +1,182 @@
+"""Runs as their readers see them: rows of one or many folders, checked, with names that tell models apart.
+
+Everything works from ``records.jsonl`` alone; the manifest and the loss curves add what they can. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atma_eval.bundled import given_path
+from atma_eval.errors import UserError
+from atma_eval.metrics import Row
+from atma_eval.records import FIELDS, read_curves, read_rows
+
+RECORDS = "records.jsonl"
+# what the reporting side relies on; the rest of a row may be anything
+_TYPES: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "task": (str,),
+    "protocol": (str,),
+    "length": (int,),
+    "control": (str,),
+    "status": (str,),
+    "text_id": (str,),
+    "num_targets": (int,),
+    "trial": (int, type(None)),
+    "gap": (int, type(None)),
+    "depth": (int, float, type(None)),
+    "num_bytes": (int, type(None)),
+    "nll_sum": (int, float, type(None)),
+    "token_accuracy": (int, float, type(None)),
+    "exact": (bool, type(None)),
+    "first_token_correct": (bool, type(None)),
+    "sample_hash": (str, type(None)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One folder: its rows, its manifest (empty where there is none), and what is to be said of it.
+
+    ``notes`` are sentences: half a last line, cells that are not finished, a manifest that is missing.
+    """
+
+    path: Path
+    rows: list[Row]
+    manifest: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def imported(self) -> bool:
+        """Whether its rows were read from somebody else's logs."""
+        return self.manifest.get("source") == "imported"
+
+    @cached_property
+    def curves(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Loss sums and target counts by position bucket, by row key."""
+        path = self.path / "curves.npz"
+        return read_curves(path) if path.is_file() else {}
+
+    def model(self, label: str) -> dict[str, Any]:
+        """What the manifest says of a model; empty where it says nothing."""
+        return self.manifest.get("models", {}).get(label, {})
+
+
+def read_run(name: str | Path) -> Run:
+    """A run by its folder or its ``records.jsonl``.
+
+    Raises `UserError` where there is nothing to read, or with file and line where a row is damaged.
+    """
+    path = given_path(str(name))
+    if path.name == RECORDS and path.is_file():
+        path = path.parent
+    if not path.is_dir():
+        raise UserError(f"no run at {name}", "give the folder that niah, ppl or run wrote, such as results/reference")
+    records = path / RECORDS
+    if not records.is_file():
+        raise UserError(f"{path} holds no {RECORDS}", "give the folder that niah, ppl or run wrote")
+    rows, whole = read_rows(records)
+    notes = []
+    if records.stat().st_size > whole:
+        notes.append(f"{records} ends in half a row, which is left out")
+    if not rows:
+        raise UserError(f"{records} holds no whole row", "run the command again that made it")
+    for number, row in enumerate(rows, start=1):
+        _check(row, f"{records}, line {number}")
+    manifest = _manifest(path / "manifest.json")
+    if not manifest:
+        notes.append(f"{path} has no manifest: models are told apart by name alone")
+    return Run(path=path, rows=rows, manifest=manifest, notes=(*notes, *_unfinished(path, rows, manifest)))
+
+
+def _check(row: Row, where: str) -> None:
+    missing = [name for name in FIELDS if name not in row]
+    if missing:
+        raise UserError(f"{where}: the row has no {', '.join(missing)}", "restore the line, or remove it")
+    for name, types in _TYPES.items():
+        if type(row[name]) not in types:
+            allowed = " or ".join("null" if t is type(None) else t.__name__ for t in types)
+            raise UserError(f"{where}: {name} is {row[name]!r}, not {allowed}", "restore the line, or remove it")
+    if row["status"] == "ok" and (row["nll_sum"] is None or row["num_targets"] < 1):
+        raise UserError(f"{where}: a row that is ok has no loss", "restore the line, or remove it")
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}", "restore it, or remove it: rows can be read without") from None
+    if not isinstance(manifest, dict):
+        raise UserError(f"{path} is not the manifest of a run", "restore it, or remove it: rows can be read without")
+    return manifest
+
+
+def _unfinished(path: Path, rows: list[Row], manifest: dict[str, Any]) -> list[str]:
+    """A sentence for each model and task of which trials that were asked for are missing."""
+    counts = Counter((row["model"], row["task"], row["length"]) for row in rows if row["control"] == "none")
+    notes = []
+    for model, tasks in manifest.get("tasks", {}).items():
+        for task, asked in tasks.items():
+            wanted = asked["trials"] * len(asked["lengths"])
+            there = sum(counts[model, task, length] for length in asked["lengths"])
+            if there < wanted:
+                notes.append(f"{path} is unfinished: {there} of {wanted} rows of {task} for {model}")
+    return notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRows:
+    """The rows of one model under the name that tables give it."""
+
+    name: str
+    label: str  # as in its rows
+    run: Run
+    rows: list[Row]
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(row["task"] for row in self.rows))
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """From the manifest; empty where there is none."""
+        return self.run.model(self.label)
+
+
+def read_models(names: Sequence[str | Path]) -> list[ModelRows]:
+    """Models of all given runs, in order.
+
+    A label whose task stands in two runs is told apart by the run's folder; where the tasks differ, as after ``niah``
+    and ``ppl``, both keep the name.
+    """
+    runs = [read_run(name) for name in names]
+    for i, run in enumerate(runs):
+        if any(run.path.resolve() == other.path.resolve() for other in runs[:i]):
+            raise UserError(f"the run {run.path} is given twice")
+    found = [
+        ModelRows(name=label, label=label, run=run, rows=[row for row in run.rows if row["model"] == label])
+        for run in runs
+        for label in dict.fromkeys(row["model"] for row in run.rows)
+    ]
+    count = Counter((model.label, task) for model in found for task in model.tasks)
+    return [
+        replace(model, name=f"{model.label} ({model.run.name})")
+        if any(count[model.label, task] > 1 for task in model.tasks)
+        else model
+        for model in found
+    ]
