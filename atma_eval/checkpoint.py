@@ -157,7 +157,7 @@ def describe_model(source: ModelSource, window: str | int) -> dict[str, Any]:
         identity = fingerprint(source.weights)
     return {
         "fingerprint": identity,
-        "path": str(source.path),
+        "path": "bundled" if bundled_models().get(source.label) == source.path else str(source.path),
         "architecture": source.config.architecture,
         "num_parameters": sum(p.numel() for p in skeleton.parameters()),
         "config": dataclasses.asdict(source.config),
