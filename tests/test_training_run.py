@@ -207,12 +207,17 @@ def test_every_bundled_recipe_of_the_study_differs_in_its_model_alone():
     """Baselines are comparable because text, order, steps and optimiser are those of atma."""
     base = read_recipe(find_recipe("atma"))
     cells = "softmax softmax-rope swa delta softmax+memory swa+memory polar atma+window atma+distractor".split()
+    cells += ["delta-long", "swa-long", "atma+window-long"]
     cells += ["atma-s1", "softmax+memory-s1", "polar-s1", "delta-s1"]
     for name in cells:
         recipe = read_recipe(find_recipe(name))
         own = {"model": recipe.model}
         if name == "atma+distractor":
             own |= {"num_random_keys": recipe.num_random_keys, "distractor_weight": recipe.distractor_weight}
+        if name.endswith("-long"):
+            short = read_recipe(find_recipe(name.removesuffix("-long")))
+            assert recipe.model == short.model and recipe.stages[:2] == base.stages[:2]
+            own["stages"] = (*base.stages[:2], dataclasses.replace(base.stages[2], steps=3 * base.stages[2].steps))
         if name.endswith("-s1"):
             assert recipe.model == read_recipe(find_recipe(name.removesuffix("-s1"))).model
             own["seed"] = 2
