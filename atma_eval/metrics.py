@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from atma_eval.errors import UserError, did_you_mean
-from atma_eval.stats import Estimate, clustered_mean, clustered_share, wilson
+from atma_eval.stats import Estimate, clustered_mean, clustered_share, ratio_mean, wilson
 
 Row = dict[str, Any]
 Kind = Literal["proportion", "share", "mean", "ratio", "exponential"]
@@ -168,23 +168,16 @@ def estimate(values: Iterable[Unit], metric: Metric) -> Estimate:
 
 
 def ratio_of_sums(found: list[Unit]) -> Estimate:
-    """Weighted mean; the interval spreads each document's residual over the mean weight (linearised ratio)."""
-    if not found:
-        return Estimate(None, None, None, 0)
-    per_unit = sum(unit.weight for unit in found) / len(found)
-    total = sum(unit.value * unit.weight for unit in found) / per_unit / len(found)
-    residuals = [(unit.value - total) * unit.weight / per_unit for unit in found]
-    spread = clustered_mean(residuals, [unit.document for unit in found])
-    if spread.low is None or spread.high is None:
-        return Estimate(total, None, None, len(found))
-    return Estimate(total, max(0.0, total + spread.low), total + spread.high, len(found))
+    """Weighted mean of values, with a t interval over documents."""
+    weights, documents = [unit.weight for unit in found], [unit.document for unit in found]
+    return ratio_mean([unit.value * unit.weight for unit in found], weights, documents)
 
 
 def _estimate_of_means(found: list[Unit], metric: Metric) -> Estimate:
     trials = sum(unit.num_trials for unit in found)
     mean = sum(unit.value * unit.num_trials for unit in found) / trials
     if metric.kind in ("proportion", "share"):
-        return wilson(mean * trials, trials)  # type: ignore[arg-type]
+        return wilson(mean * trials, trials)
     alone = Estimate(mean, None, None, trials)
     return exponential(alone) if metric.kind == "exponential" else alone
 
