@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atma_eval import __version__
+from atma_eval.commands.compare import compare
 from atma_eval.console import plain_console
 from atma_eval.errors import UserError
 
@@ -450,6 +451,9 @@ def _show_plan(cells: list[Any], as_json: bool) -> None:
         f"{computed:,} tokens to compute; {naive:,} if every sample were its own sequence "
         f"({naive / computed:.1f} times as many)"
     )
+
+
+app.command()(compare)
 
 
 def main() -> None:

@@ -97,7 +97,7 @@ LOSS_LINES = (
 )
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Four digits or so: two of them and a dash fit a column of a table of six lengths."""
     if value != 0 and not 5e-4 <= abs(value) < 1e5:
         return f"{value:.0e}"
@@ -113,9 +113,9 @@ def _cell(cell: dict[str, Any] | None, metric: str) -> Text:
         statuses = [f"{count} {status}" for status, count in cell["statuses"].items() if status != "ok"]
         return Text(", ".join(statuses) or "…", style="red")
     mean, low, high, _ = estimate.values()
-    text = Text("overflow" if mean is None else _number(mean), style="bold" if metric == "exact" else "")
+    text = Text("overflow" if mean is None else number(mean), style="bold" if metric == "exact" else "")
     if low is not None and high is not None:
-        text.append(f"\n{_number(low)}–{_number(high)}", style="dim")
+        text.append(f"\n{number(low)}–{number(high)}", style="dim")
     elif mean is not None:
         text.append("\nno interval", style="dim")
     return text
@@ -211,6 +211,6 @@ def _position_table(cells: list[dict[str, Any]]) -> Table | None:
                 if bucket["last"] > bucket["first"]
                 else f"{bucket['first']:,}"
             )
-            texts += [span, _number(bucket["nll"]), f"{bucket['num_targets']:,}"]
+            texts += [span, number(bucket["nll"]), f"{bucket['num_targets']:,}"]
         table.add_row(*texts)
     return table

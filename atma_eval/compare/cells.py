@@ -1,0 +1,80 @@
+"""One line of a table in numbers: estimates by column, the spread of its seeds, and what failed. Needs no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atma_eval import stats
+from atma_eval.compare.columns import By, Column, columns_of
+from atma_eval.compare.pairing import Entry, Units, mean_over_seeds
+from atma_eval.metrics import Metric, Row, estimate, is_retrieval
+from atma_eval.stats import Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One line in one column.
+
+    Attributes:
+        estimate: over all samples of all its seeds.
+        seed_means: by seed, where the line is of several.
+        statuses: counts of rows that were not scored.
+        units: values by sample; of several seeds, means over them.
+    """
+
+    estimate: Estimate
+    seed_means: dict[str, float]
+    statuses: dict[str, int]
+    units: Units
+
+    @property
+    def num_samples(self) -> int:
+        """Trials or documents, each once whatever the number of seeds; of imported means those behind them."""
+        return sum(unit.num_trials for unit in self.units.values())
+
+
+Cells = dict[tuple[str, Column], Cell]  # by the line's name
+
+
+def cells_of(entry: Entry, rows: Sequence[Sequence[Row]], metric: Metric, by: By) -> dict[Column, Cell]:
+    """Cells of one line by column, from the rows of each of its seeds; a column where all failed has one too."""
+    by_seed = [columns_of(seed, mine, metric, by) for seed, mine in zip(entry.seeds, rows, strict=True)]
+    failed: dict[Column, Counter[str]] = {}
+    for row in (row for seed in rows for row in seed if row["control"] == "none" and row["status"] != "ok"):
+        for column in _columns_of_failure(row, by, by_seed):
+            failed.setdefault(column, Counter())[row["status"]] += 1
+    cells = {}
+    for column in dict.fromkeys([*(c for seed in by_seed for c in seed), *failed]):
+        seeds = {s.label: found[column] for s, found in zip(entry.seeds, by_seed, strict=True) if column in found}
+        units = list(seeds.values())
+        cells[column] = Cell(
+            estimate=_pooled(units, metric),
+            seed_means=_seed_means(seeds, metric) if len(entry.seeds) > 1 else {},
+            statuses=dict(failed.get(column, {})),
+            units=mean_over_seeds(units, retrieval=is_retrieval(rows[0][0])),
+        )
+    return cells
+
+
+def _columns_of_failure(row: Row, by: By, by_seed: list[dict[Column, Units]]) -> list[Column]:
+    if by in ("length", "depth"):
+        return [Column(row["length"], row["depth"] if by == "depth" else None)]
+    known = {column for seed in by_seed for column in seed if column.length == row["length"]}
+    return list(known) or [Column(row["length"], 1 if by == "position" else 0)]
+
+
+def _pooled(seeds: list[Units], metric: Metric) -> Estimate:
+    """Over the samples of all seeds; a document is one cluster in all of them, for more seeds read no more text."""
+    together = [unit for units in seeds for unit in units.values()]
+    if len(seeds) > 1 and metric.kind in ("proportion", "share"):
+        values = [[unit.value for unit in units.values()] for units in seeds]
+        documents = [[unit.document for unit in units.values()] for units in seeds]
+        return stats.pooled_seeds(values, documents, bounded=True)
+    return estimate(together, metric)
+
+
+def _seed_means(seeds: dict[str, Units], metric: Metric) -> dict[str, float]:
+    means = {label: estimate(units.values(), metric).mean for label, units in seeds.items()}
+    return {label: mean for label, mean in means.items() if mean is not None}
