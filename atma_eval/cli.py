@@ -17,6 +17,10 @@ from rich.text import Text
 
 from atma_eval import __version__
 from atma_eval.commands.compare import compare
+from atma_eval.commands.export import export
+from atma_eval.commands.importing import import_logs
+from atma_eval.commands.plot import plot
+from atma_eval.commands.report import report
 from atma_eval.console import plain_console
 from atma_eval.errors import UserError
 
@@ -454,6 +458,10 @@ def _show_plan(cells: list[Any], as_json: bool) -> None:
 
 
 app.command()(compare)
+app.command()(plot)
+app.command()(report)
+app.command()(export)
+app.command(name="import")(import_logs)
 
 
 def main() -> None:

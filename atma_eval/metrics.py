@@ -75,10 +75,16 @@ def _field(name: str) -> Callable[[Row], float | None]:
     return lambda row: None if row[name] is None else float(row[name])
 
 
+def _exact(row: Row) -> float | None:
+    if row.get("num_exact") is not None:  # an imported row: so many of its trials
+        return row["num_exact"] / row["num_trials"]
+    return None if row["exact"] is None else float(row["exact"])
+
+
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric(name="exact", label="exact", kind="proportion", higher_is_better=True, value=_field("exact")),
+        Metric(name="exact", label="exact", kind="proportion", higher_is_better=True, value=_exact),
         Metric(
             name="first_token",
             label="first token",

@@ -41,12 +41,13 @@ MODEL_IDENTITY = ("fingerprint", "config", "dtype", "device", "q2_floor", "token
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken")
 
 
-def _not_finite(token: str) -> None:
+def not_finite(token: str) -> None:
+    """For ``json.loads(parse_constant=)``: NaN and Infinity are not JSON."""
     raise ValueError(f"{token} is not JSON")
 
 
 def _parse(line: str) -> dict[str, Any]:
-    row = json.loads(line, parse_constant=_not_finite)
+    row = json.loads(line, parse_constant=not_finite)
     if not isinstance(row, dict) or not isinstance(row.get("key"), str):
         raise ValueError("not a record")
     return row

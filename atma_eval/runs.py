@@ -18,7 +18,7 @@ import numpy as np
 from atma_eval.bundled import given_path
 from atma_eval.errors import UserError
 from atma_eval.metrics import Row
-from atma_eval.records import FIELDS, read_curves, read_rows
+from atma_eval.records import FIELDS, not_finite, read_curves, read_rows
 
 RECORDS = "records.jsonl"
 # what the reporting side relies on; the rest of a row may be anything
@@ -99,6 +99,8 @@ def read_run(name: str | Path) -> Run:
     manifest = _manifest(path / "manifest.json")
     if not manifest:
         notes.append(f"{path} has no manifest: models are told apart by name alone")
+    if manifest.get("source") == "imported":
+        rows = _with_counts(rows, manifest.get("counts", {}), path)
     return Run(path=path, rows=rows, manifest=manifest, notes=(*notes, *_unfinished(path, rows, manifest)))
 
 
@@ -114,16 +116,42 @@ def _check(row: Row, where: str) -> None:
         raise UserError(f"{where}: a row that is ok has no loss", "restore the line, or remove it")
 
 
+def _with_counts(rows: list[Row], counts: Any, path: Path) -> list[Row]:
+    """Imported rows with ``num_trials``, and ``num_exact`` where known: a row of our own needs no field for them."""
+    for key, count in counts.items() if isinstance(counts, dict) else [("", counts)]:
+        trials = count.get("num_trials") if isinstance(count, dict) else None
+        if type(trials) is not int or any(type(n) is not int or not 0 <= n <= trials for n in count.values()):
+            raise UserError(f"{path / 'manifest.json'}: counts of {key} are {count!r}", "import the logs again")
+    return [{**row, **counts.get(row["key"], {})} for row in rows]
+
+
 def _manifest(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_text(encoding="utf-8"), parse_constant=not_finite)
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}", "restore it, or remove it: rows can be read without") from None
-    if not isinstance(manifest, dict):
+    if not isinstance(manifest, dict) or not _well_formed(manifest):
         raise UserError(f"{path} is not the manifest of a run", "restore it, or remove it: rows can be read without")
     return manifest
+
+
+def _well_formed(manifest: dict[str, Any]) -> bool:
+    """Whether what readers take from a manifest has the shape that a run writes."""
+    models, tasks = manifest.get("models", {}), manifest.get("tasks", {})
+    if not isinstance(models, dict) or not isinstance(tasks, dict):
+        return False
+    if not all(isinstance(part, dict) for part in (*models.values(), *tasks.values())):
+        return False
+    asked = [task for by_task in tasks.values() for task in by_task.values()]
+    return all(
+        isinstance(task, dict)
+        and type(task.get("trials")) is int
+        and isinstance(task.get("lengths"), list)
+        and all(type(length) is int for length in task["lengths"])
+        for task in asked
+    )
 
 
 def _unfinished(path: Path, rows: list[Row], manifest: dict[str, Any]) -> list[str]:

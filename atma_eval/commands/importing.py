@@ -1,0 +1,35 @@
+"""``atma-eval import``: the ATMA authors' logs as a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def import_logs(
+    log: Annotated[
+        list[str],
+        typer.Argument(help="Logs, results.json, benchmark_matrix.json, or folders of them.", metavar="LOG..."),
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder of the run to write.", metavar="RUN_DIR")],
+) -> None:
+    """Read the ATMA authors' logs and matrices into a run, so that published figures stand in the same tables.
+
+    Each figure is one row, the mean of trials nobody kept apart. Smoke logs and superseded attempts are left out and
+    counted.
+    """
+    from atma_eval.console import plain_console
+    from atma_eval.importing import import_logs as read
+
+    done = read(log, out)
+    console = plain_console(stderr=True, soft_wrap=True)
+    for file, count in done.rows_by_file.items():
+        console.print(f"{file}: {count} rows")
+    if done.left_out:
+        console.print("left out: " + ", ".join(f"{count} {reason}" for reason, count in done.left_out.items()))
+    for note in done.notes:
+        console.print(f"note: {note}", style="dim")
+    console.print(f"{done.num_rows} rows of {len(done.models)} models in {done.path}")
+    typer.echo(done.path)
