@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +20,7 @@ from atma_eval.commands.export import export
 from atma_eval.commands.importing import import_logs
 from atma_eval.commands.plot import plot
 from atma_eval.commands.report import report
-from atma_eval.console import plain_console
+from atma_eval.console import plain_console, say, wide_console
 from atma_eval.errors import UserError
 
 EXIT_FAILED_CELLS, EXIT_INTERRUPTED = 1, 130  # bad input is 2
@@ -204,7 +203,7 @@ def train(
     try:
         train(spec)
     except KeyboardInterrupt:
-        _note("interrupted; the last checkpoint is kept, and the same command goes on from it")
+        say("interrupted; the last checkpoint is kept, and the same command goes on from it")
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
@@ -236,7 +235,7 @@ def score(
 
     spec = ModelSpec(name=model, tokenizer=tokenizer, dtype=parse_dtype(dtype), device=device, q2_floor=q2_floor)
     line = score_file(spec, out, text=text, tokens=tokens, chunk=chunk, window=parse_window(window or "train"))
-    _note(line)
+    say(line)
 
 
 @app.command(name="list")
@@ -278,7 +277,7 @@ def list_all(as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({"models": models, "presets": presets, "suites": suites, "recipes": recipes}, indent=1))
         return
-    console = _stdout()
+    console = wide_console()
     for title, entries in (("models", models), ("presets", presets), ("suites", suites), ("recipes", recipes)):
         table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
         for column in entries[0] if entries else ["name"]:
@@ -307,16 +306,6 @@ def _demo_defaults(**given: int | None) -> dict[str, int | bool]:
     defaults = {"trials": DEMO_TRIALS, "docs": DEMO_DOCS}
     filled = {name: defaults[name] if value is None else value for name, value in given.items()}
     return filled | {"docs_at_most": given["docs"] is None}
-
-
-def _stdout() -> Console:
-    """100 columns where output is not a terminal, so that a saved table is never cramped to 80."""
-    console = plain_console()
-    return console if console.is_terminal else plain_console(width=100)
-
-
-def _stderr() -> Console:
-    return plain_console(stderr=True, soft_wrap=True)
 
 
 def _evaluate(
@@ -356,7 +345,7 @@ def _evaluate(
     if not model and not quiet:
         documents = ("" if text == "stdlib" else "up to ") + f"{changes['docs']} documents"
         what = f"{changes['trials']} trials over {documents}" if command == "niah" else documents
-        _note(f"no --model given: evaluating the bundled {DEMO_MODEL} with {what}")
+        say(f"no --model given: evaluating the bundled {DEMO_MODEL} with {what}")
     if out is None:
         # Another protocol, text or window gets another folder, where it meets no unlike rows.
         where = text if text == "stdlib" else str(Path(text).absolute())
@@ -365,10 +354,6 @@ def _evaluate(
         identity = json.dumps([task.protocol(), *settings], sort_keys=True)
         out = Path("results") / f"{command}-{preset.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     _execute(spec.RunSpec(models=models, tasks=(task_spec,), out=out), dry_run, as_json, quiet)
-
-
-def _note(text: str) -> None:
-    _stderr().print(text, style="dim")
 
 
 def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
@@ -381,7 +366,7 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
         _show_plan(runner.prepare(spec), as_json)
         return
     chance = {t.task.name: t.task.chance for t in spec.tasks if t.task.chance is not None}
-    console = _stdout()
+    console = wide_console()
     try:
         with RunDirectory(spec.out) as directory:  # first of all: a folder that cannot be written costs no work
             try:
@@ -394,7 +379,7 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
                 events = runner.Events(on_message=progress.message, on_row=progress.row, on_tokens=progress.tokens)
                 result = runner.run(cells, events, directory)
     except KeyboardInterrupt:
-        _note(f"interrupted; finished rows are in {spec.out}, and the same command continues")
+        say(f"interrupted; finished rows are in {spec.out}, and the same command continues")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     cells_summary = summary(result.rows, result.curves)
     if as_json:
@@ -405,13 +390,11 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
         console.print(Tables(cells_summary, chance))
     if not quiet:
         kept = len(result.rows) - result.num_new
-        _note(
-            f"{len(result.rows)} rows in {spec.out}/records.jsonl" + (f" ({kept} were there already)" if kept else "")
-        )
+        say(f"{len(result.rows)} rows in {spec.out}/records.jsonl" + (f" ({kept} were there already)" if kept else ""))
     for row in result.failed[:MAX_LISTED_FAILURES]:
-        _note(f"{row['key']}: {row['status']}: {row['error']}")
+        say(f"{row['key']}: {row['status']}: {row['error']}")
     if len(result.failed) > MAX_LISTED_FAILURES:
-        _note(f"and {len(result.failed) - MAX_LISTED_FAILURES} more rows that are not ok")
+        say(f"and {len(result.failed) - MAX_LISTED_FAILURES} more rows that are not ok")
     if result.failed:
         raise typer.Exit(EXIT_FAILED_CELLS)
 
@@ -437,7 +420,7 @@ def _show_plan(cells: list[Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"computed_tokens": computed, "naive_tokens": naive, "cells": plan}))
         return
-    console = _stdout()
+    console = wide_console()
     for entry in plan:
         title = (
             f"{entry['task']} · {entry['model']}, {entry['num_documents']} documents, {entry['tokenizer']} tokenizer"
@@ -469,7 +452,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except UserError as error:
-        console = _stderr()
+        console = plain_console(stderr=True, soft_wrap=True)
         console.print(f"error: {error.message}", style="red")
         if error.hint:
             console.print(f"hint: {error.hint}")

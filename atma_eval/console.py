@@ -6,6 +6,19 @@ from typing import Any
 
 from rich.console import Console
 
+WIDTH = 100  # of a table that goes to a file or a pipe
+
 
 def plain_console(**options: Any) -> Console:
     return Console(markup=False, emoji=False, highlight=False, **options)
+
+
+def wide_console() -> Console:
+    """Standard output; 100 columns where it is not a terminal, so that a saved table is never cramped to 80."""
+    console = plain_console()
+    return console if console.is_terminal else plain_console(width=WIDTH)
+
+
+def say(text: str) -> None:
+    """A sentence beside the data: on standard error, dim, never broken."""
+    plain_console(stderr=True, soft_wrap=True).print(text, style="dim")

@@ -70,7 +70,7 @@ def compare(
     from atma_eval.compare import CompareSpec
     from atma_eval.compare import compare as compare_models
     from atma_eval.compare.formats import write
-    from atma_eval.console import plain_console
+    from atma_eval.console import say
     from atma_eval.errors import UserError
     from atma_eval.runs import read_models
 
@@ -78,9 +78,8 @@ def compare(
         raise UserError(f"there are no published figures by {by.value}", "leave out --by, or --against")
     spec = CompareSpec(task=task, metric=metric, baseline=baseline, by=by.value, pool=seeds is Seeds.POOLED)
     comparison = compare_models(read_models(runs), spec)
-    notes = plain_console(stderr=True, soft_wrap=True)
     for note in comparison.notes:
-        notes.print(f"note: {note}", style="dim")
+        say(f"note: {note}")
     write(comparison, form.value if form else None, out, against_paper=against is not None)
     if out is not None:
-        notes.print(f"wrote {out}", style="dim")
+        say(f"wrote {out}")

@@ -18,15 +18,14 @@ def export(
     Every figure comes with its interval; a cell that failed has none. Files of an earlier export are replaced,
     others never.
     """
-    from atma_eval.console import plain_console
+    from atma_eval.console import say
     from atma_eval.export import export_run
     from atma_eval.export.tables import READ_CSV
 
     read, files = export_run(run, to, out)
-    log = plain_console(stderr=True, soft_wrap=True)
     for note in read.notes:
-        log.print(f"note: {note}", style="dim")
+        say(f"note: {note}")
     for file in files:
         typer.echo(file)
     if to == "csv":
-        log.print(f"the status nan is a word: read with {READ_CSV}", style="dim")
+        say(f"the status nan is a word: read with {READ_CSV}")

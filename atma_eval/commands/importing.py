@@ -20,16 +20,15 @@ def import_logs(
     Each figure is one row, the mean of trials nobody kept apart. Smoke logs and superseded attempts are left out and
     counted.
     """
-    from atma_eval.console import plain_console
+    from atma_eval.console import say
     from atma_eval.importing import import_logs as read
 
     done = read(log, out)
-    console = plain_console(stderr=True, soft_wrap=True)
     for file, count in done.rows_by_file.items():
-        console.print(f"{file}: {count} rows")
+        say(f"{file}: {count} rows")
     if done.left_out:
-        console.print("left out: " + ", ".join(f"{count} {reason}" for reason, count in done.left_out.items()))
+        say("left out: " + ", ".join(f"{count} {reason}" for reason, count in done.left_out.items()))
     for note in done.notes:
-        console.print(f"note: {note}", style="dim")
-    console.print(f"{done.num_rows} rows of {len(done.models)} models in {done.path}")
+        say(f"note: {note}")
+    say(f"{done.num_rows} rows of {len(done.models)} models in {done.path}")
     typer.echo(done.path)

@@ -37,11 +37,10 @@ def plot(
 
     Every picture says its n and what its bands are. Without -o FILE it is sketched in the terminal.
     """
-    from atma_eval.console import plain_console
+    from atma_eval.console import say, wide_console
     from atma_eval.plots.builders import build_charts
     from atma_eval.runs import read_models
 
-    stderr = plain_console(stderr=True, soft_wrap=True)
     if out is not None:
         from atma_eval.plots.files import suffix_of
 
@@ -49,9 +48,8 @@ def plot(
     models = read_models(runs)
     charts = build_charts(models, kinds=kind or (), task=task, metric=metric, baseline=baseline)
     for note in dict.fromkeys(note for model in models for note in model.run.notes):
-        stderr.print(f"note: {note}", style="yellow")
+        say(f"note: {note}")
     if terminal or out is None:
-        from atma_eval.compare.formats import wide_console
         from atma_eval.plots.sketch import Sketch
 
         wide_console().print(Sketch(charts))
@@ -59,4 +57,4 @@ def plot(
         from atma_eval.plots.files import save
 
         save(charts, out)
-        stderr.print(f"{len(charts)} picture{'s' if len(charts) != 1 else ''} in {out}", style="dim")
+        say(f"{len(charts)} picture{'s' if len(charts) != 1 else ''} in {out}")

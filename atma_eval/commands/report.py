@@ -19,7 +19,7 @@ def report(
 
     It needs no network, runs no script, and says under every picture what it supports and what it does not.
     """
-    from atma_eval.console import plain_console
+    from atma_eval.console import say
     from atma_eval.errors import UserError
     from atma_eval.html_report import html_report
     from atma_eval.runs import read_models
@@ -32,4 +32,4 @@ def report(
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}", "give another file with -o") from None
-    plain_console(stderr=True, soft_wrap=True).print(f"report in {out}", style="dim")
+    say(f"report in {out}")

@@ -17,11 +17,10 @@ from atma_eval.compare.data import as_csv, as_json
 from atma_eval.compare.published import published_sheet
 from atma_eval.compare.sheets import Line, Sheet, Text, effective_sheet, main_sheet
 from atma_eval.compare.tables import Comparison
-from atma_eval.console import plain_console
+from atma_eval.console import WIDTH, plain_console, wide_console
 from atma_eval.errors import UserError
 
 SUFFIXES = {".md": "md", ".tex": "latex", ".csv": "csv", ".json": "json"}
-WIDTH = 100
 LATEX_COLUMNS = 6
 LABEL_WIDTH, MOST_LABEL_WIDTH = 16, 32  # names may fold: their figures take two lines anyway
 
@@ -67,12 +66,6 @@ def write(comparison: Comparison, form: str | None, out: Path | None, *, against
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}", "give another file with -o") from None
-
-
-def wide_console() -> Console:
-    """100 columns where output is not a terminal, so that a saved table is never cramped to 80."""
-    console = plain_console()
-    return console if console.is_terminal else plain_console(width=WIDTH)
 
 
 # -- terminal -----------------------------------------------------------------------------------------------
