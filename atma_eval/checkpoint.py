@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from atma_eval.bundled import MODEL_ALIASES, bundled_models, bundled_shapes, given_path
 from atma_eval.errors import UserError, did_you_mean
+from atma_eval.kernels.choice import Choice, choose
 from atma_eval.models.config import AtmaConfig
 from atma_eval.spec import ModelSpec, check_device
 from atma_eval.tokenizer import Tokenizer, open_tokenizer
@@ -143,6 +144,7 @@ def describe_model(source: ModelSource, window: str | int) -> dict[str, Any]:
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
     config = _windowed(source, window)
+    choice = _choice(source, dtype, device)
     try:
         with torch.device("meta"):
             skeleton = Atma(config)
@@ -167,7 +169,8 @@ def describe_model(source: ModelSource, window: str | int) -> dict[str, Any]:
         "q2_floor": source.spec.q2_floor,
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "implementations": _implementations(config),
+        "implementations": _implementations(config, choice),
+        "not_triton_because": choice.because,
     }
 
 
@@ -180,7 +183,8 @@ def load_model(source: ModelSource, window: str | int, details: dict[str, Any] |
     details = details or describe_model(source, window)
     device = _device(source.spec.device)
     with torch.device("meta"):
-        model = Atma(_windowed(source, window), q2_floor=source.spec.q2_floor)
+        choice = _choice(source, details["dtype"], device)
+        model = Atma(_windowed(source, window), q2_floor=source.spec.q2_floor, choice=choice)
     if source.weights is None:
         try:
             model = model.to_empty(device="cpu").init_weights(RANDOM_SEED)
@@ -207,14 +211,20 @@ def _windowed(source: ModelSource, window: str | int) -> AtmaConfig:
     return dataclasses.replace(config, attn_window=None if window == "full" else int(window))
 
 
-def _implementations(config: AtmaConfig) -> dict[str, str]:
+def _choice(source: ModelSource, dtype: str, device: torch.device) -> Choice:
+    import torch
+
+    return choose(source.spec.impl, dtype=getattr(torch, dtype), head_dim=source.config.head_dim, device=device)
+
+
+def _implementations(config: AtmaConfig, choice: Choice) -> dict[str, str]:
     """Which code computes each operation of the model."""
     operations = {"conv"}
     if config.attn_type != "none":
         operations.add("polar" if config.attn_type == "polar" else "softmax")
     if config.mem_enabled:
         operations.add("delta")
-    return dict.fromkeys(sorted(operations), "torch")
+    return {operation: choice.describe(operation) for operation in sorted(operations)}
 
 
 @functools.cache

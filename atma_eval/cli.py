@@ -82,6 +82,9 @@ Floor = Annotated[
     float | None,
     typer.Option("--q2-floor", help="Floor of polar's participation ratio, 1e-6 as in older kernels. Default: exact."),
 ]
+Impl = Annotated[
+    str, typer.Option(help="auto (Triton on a GPU it serves, else torch), torch, or triton, an error where it cannot.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show cells, exact lengths and cost, and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
@@ -107,6 +110,7 @@ def niah(
     device: Device = "auto",
     tokenizer: TokenizerName = None,
     q2_floor: Floor = None,
+    impl: Impl = "auto",
     out: Out = None,
     repeat: Repeat = False,
     dry_run: DryRun = False,
@@ -137,6 +141,7 @@ def ppl(
     device: Device = "auto",
     tokenizer: TokenizerName = None,
     q2_floor: Floor = None,
+    impl: Impl = "auto",
     out: Out = None,
     repeat: Repeat = False,
     dry_run: DryRun = False,
@@ -228,12 +233,15 @@ def score(
     device: Device = "auto",
     tokenizer: TokenizerName = None,
     q2_floor: Floor = None,
+    impl: Impl = "auto",
 ) -> None:
     """Loss and argmax of every token of one sequence; entry i scores token i + 1."""
     from atma_eval.scoring import score_file
     from atma_eval.spec import ModelSpec, parse_dtype, parse_window
 
-    spec = ModelSpec(name=model, tokenizer=tokenizer, dtype=parse_dtype(dtype), device=device, q2_floor=q2_floor)
+    spec = ModelSpec(
+        name=model, tokenizer=tokenizer, dtype=parse_dtype(dtype), device=device, q2_floor=q2_floor, impl=impl
+    )
     line = score_file(spec, out, text=text, tokens=tokens, chunk=chunk, window=parse_window(window or "train"))
     say(line)
 
@@ -294,7 +302,7 @@ def list_all(as_json: AsJson = False) -> None:
 
 # -- shared pieces ----------------------------------------------------------------------------------------
 
-_OPTIONS = "model text window dtype device tokenizer q2_floor out dry_run as_json quiet".split()
+_OPTIONS = "model text window dtype device tokenizer q2_floor impl out dry_run as_json quiet".split()
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:
@@ -320,6 +328,7 @@ def _evaluate(
     device: str,
     tokenizer: str | None,
     q2_floor: float | None,
+    impl: str,
     out: Path | None,
     dry_run: bool,
     as_json: bool,
@@ -339,7 +348,14 @@ def _evaluate(
     )
     names = model or [DEMO_MODEL]
     models = tuple(
-        spec.ModelSpec(name=name, tokenizer=tokenizer, dtype=spec.parse_dtype(dtype), device=device, q2_floor=q2_floor)
+        spec.ModelSpec(
+            name=name,
+            tokenizer=tokenizer,
+            dtype=spec.parse_dtype(dtype),
+            device=device,
+            q2_floor=q2_floor,
+            impl=impl,
+        )
         for name in names
     )
     if not model and not quiet:
@@ -350,7 +366,7 @@ def _evaluate(
         # Another protocol, text or window gets another folder, where it meets no unlike rows.
         where = text if text == "stdlib" else str(Path(text).absolute())
         docs = None if task.documents_may_grow else task.docs
-        settings = [where, task_spec.window, models[0].dtype, device, tokenizer, q2_floor, docs]
+        settings = [where, task_spec.window, models[0].dtype, device, tokenizer, q2_floor, impl, docs]
         identity = json.dumps([task.protocol(), *settings], sort_keys=True)
         out = Path("results") / f"{command}-{preset.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     _execute(spec.RunSpec(models=models, tasks=(task_spec,), out=out), dry_run, as_json, quiet)

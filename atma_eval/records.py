@@ -37,7 +37,7 @@ FIELDS = (
 # What may differ between a run and the same run interrupted and resumed.
 VOLATILE_FIELDS = ("run_id", "elapsed_s", "peak_memory_bytes")
 # What must agree before rows of a model may be added to those already there.
-MODEL_IDENTITY = ("fingerprint", "config", "dtype", "device", "q2_floor", "tokenizer_fingerprint")
+MODEL_IDENTITY = ("fingerprint", "config", "dtype", "device", "implementations", "q2_floor", "tokenizer_fingerprint")
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken")
 
 

@@ -30,6 +30,7 @@ DTYPES = {
     "fp16": "float16",
     "float16": "float16",
 }
+IMPLS = ("auto", "torch", "triton")
 MAX_LENGTH = 2**28
 MAX_DIGITS = 18
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
@@ -203,19 +204,25 @@ def _is_template(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One ``--model`` and how to run it. ``q2_floor`` is a legacy floor of polar attention; ``None`` is exact."""
+    """One ``--model`` and how to run it.
+
+    ``q2_floor`` is a legacy floor of polar attention, ``None`` exact; ``impl`` is ``auto``, ``torch`` or ``triton``.
+    """
 
     name: str
     tokenizer: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     q2_floor: float | None = None
+    impl: str = "auto"
 
     def __post_init__(self) -> None:
         if self.q2_floor is not None and not 0 < self.q2_floor < math.inf:
             raise UserError(
                 f"the floor of the participation ratio is {self.q2_floor}", "allowed: above 0, such as 1e-6"
             )
+        if self.impl not in IMPLS:
+            raise UserError(f"unknown implementation {self.impl!r}", did_you_mean(self.impl, IMPLS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,12 +247,12 @@ _SUITE_TASK_KEYS = {"preset", "lengths", "trials", "docs", "seed", "text", "wind
 
 
 def load_suite(name: str, out: Path | None = None) -> RunSpec:
-    """A suite: ``models``, ``tasks`` (presets and what to change in them), and maybe ``dtype``, ``device``, ``out``."""
+    """A suite: ``models``, ``tasks`` (presets and what to change in them), and maybe how and where to run them."""
     path = bundled_suites().get(name) or given_path(name)
     if not path.is_file():
         raise UserError(f"no suite {name!r}", did_you_mean(name, bundled_suites()) + "; or a path to a .yaml file")
     values = read_yaml(path)
-    check_keys(values, {"models", "tasks", "dtype", "device", "tokenizer", "out", "description"}, str(path))
+    check_keys(values, {"models", "tasks", "dtype", "device", "impl", "tokenizer", "out", "description"}, str(path))
     models, tasks = values.get("models"), values.get("tasks")
     if not isinstance(models, list) or not models or not isinstance(tasks, list) or not tasks:
         raise UserError(f"{path} needs a list of models and a list of tasks")
@@ -265,8 +272,11 @@ def load_suite(name: str, out: Path | None = None) -> RunSpec:
         specs.append(TaskSpec(task=build_task(preset, **changes), text=text, window=window))
     tokenizer = None if values.get("tokenizer") is None else str(values["tokenizer"])
     dtype, device = parse_dtype(str(values.get("dtype", "auto"))), str(values.get("device", "auto"))
+    impl = str(values.get("impl", "auto"))
     return RunSpec(
-        models=tuple(ModelSpec(name=str(m), tokenizer=tokenizer, dtype=dtype, device=device) for m in models),
+        models=tuple(
+            ModelSpec(name=str(m), tokenizer=tokenizer, dtype=dtype, device=device, impl=impl) for m in models
+        ),
         tasks=tuple(specs),
         out=out or Path(str(values.get("out", f"results/{path.stem}"))),
     )

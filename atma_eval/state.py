@@ -63,14 +63,34 @@ class KVState:
         self.tables: list[list[int]] = [[] for _ in range(batch_size)]
         self.length = 0
         self.window = window
+        self._table: Tensor | None = None  # of `table`, until pages change
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Store ``[B, T, G, K]`` and ``[B, T, G, V]`` after what is there."""
+    def append(self, k: Tensor, v: Tensor, *, pending: int = 0) -> None:
+        """Store ``[B, T, G, K]`` and ``[B, T, G, V]`` after what is there.
+
+        Pages that a window has left behind go back, but for those that the last ``pending`` tokens have yet to see.
+        """
         for table, stream_k, stream_v in zip(self.tables, k, v, strict=True):
             self._append_stream(table, stream_k, stream_v)
         self.length += k.shape[1]
         if self.window is not None:
-            self._drop_before(self.length - self.window + 1)
+            self._drop_before(self.length - pending - self.window + 1)
+
+    def table(self) -> Tensor:
+        """The block tables on the pool's device, int32 ``[B, pages]``; `DROPPED` where a page is gone."""
+        if self._table is None:
+            self._table = torch.tensor(self.tables, dtype=torch.int32, device=self.pool.keys.device)
+        return self._table
+
+    def lengths(self) -> Tensor:
+        """Tokens of each stream on the pool's device, int32 ``[B]``."""
+        return torch.full((len(self.tables),), self.length, dtype=torch.int32, device=self.pool.keys.device)
+
+    @property
+    def first_kept(self) -> int:
+        """The first position whose page is still there."""
+        gone = sum(page == DROPPED for page in self.tables[0]) if self.tables else 0
+        return gone * PAGE_SIZE
 
     def _append_stream(self, table: list[int], k: Tensor, v: Tensor) -> None:
         pool = self.pool
@@ -79,12 +99,14 @@ class KVState:
             inside = (self.length + written) % PAGE_SIZE
             if inside == 0:
                 table.append(pool.allocate())
+                self._table = None
             elif pool.references[table[-1]] > 1:
                 page = pool.allocate()
                 pool.keys[page, :inside] = pool.keys[table[-1], :inside]
                 pool.values[page, :inside] = pool.values[table[-1], :inside]
                 pool.release(table[-1])
                 table[-1] = page
+                self._table = None
             count = min(PAGE_SIZE - inside, k.shape[0] - written)
             pool.keys[table[-1], inside : inside + count] = k[written : written + count]
             pool.values[table[-1], inside : inside + count] = v[written : written + count]
@@ -97,6 +119,7 @@ class KVState:
                     break
                 self.pool.release(table[index])
                 table[index] = DROPPED
+                self._table = None
 
     def runs(self) -> list[list[KVRun]]:
         """For each stream its past as contiguous views ``[S, G, K | V]`` in token order.
@@ -144,12 +167,23 @@ class KVState:
 
 @dataclass
 class ConvState:
-    """The last ``K - 1`` inputs of a causal convolution, ``[B, K - 1, C]``, oldest first; ``None`` at the start."""
+    """The last ``K - 1`` inputs of a causal convolution, ``[B, K - 1, C]``, oldest first; ``None`` at the start.
+
+    Forks share the tensor: it is replaced, or written in place only after `own`.
+    """
 
     inputs: Tensor | None = None
+    shared: bool = False
+
+    def own(self) -> Tensor | None:
+        """The inputs, copied first if a fork may look at them: safe to write to."""
+        if self.shared and self.inputs is not None:
+            self.inputs, self.shared = self.inputs.clone(), False
+        return self.inputs
 
     def fork(self) -> ConvState:
-        return ConvState(self.inputs)  # replaced, never written in place: sharing is safe
+        self.shared = True
+        return ConvState(self.inputs, shared=True)
 
     @property
     def num_bytes(self) -> int:
@@ -158,12 +192,23 @@ class ConvState:
 
 @dataclass
 class MemoryState:
-    """The gated-delta memory ``[B, H, K, V]`` in fp32; ``None`` (zero) at the start."""
+    """The gated-delta memory ``[B, H, K, V]`` in fp32; ``None`` (zero) at the start.
+
+    Forks share the tensor: it is replaced, or written in place only after `own`.
+    """
 
     matrix: Tensor | None = None
+    shared: bool = False
+
+    def own(self) -> Tensor | None:
+        """The memory, copied first if a fork may look at it: safe to write to."""
+        if self.shared and self.matrix is not None:
+            self.matrix, self.shared = self.matrix.clone(), False
+        return self.matrix
 
     def fork(self) -> MemoryState:
-        return MemoryState(self.matrix)  # replaced, never written in place: sharing is safe
+        self.shared = True
+        return MemoryState(self.matrix, shared=True)
 
     @property
     def num_bytes(self) -> int:

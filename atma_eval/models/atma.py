@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atma_eval.kernels.choice import PYTORCH, Choice
 from atma_eval.kernels.conv import causal_conv
-from atma_eval.kernels.delta import gated_delta
 from atma_eval.kernels.distractor import polar_distractor, softmax_distractor
-from atma_eval.kernels.polar import PolarParameters, polar_attention, polar_training
-from atma_eval.kernels.softmax import softmax_attention, softmax_training
+from atma_eval.kernels.polar import PolarParameters, polar_training
+from atma_eval.kernels.softmax import softmax_training
+from atma_eval.models.advance import advance_conv, advance_memory, attend
 from atma_eval.models.config import AtmaConfig
 from atma_eval.state import PAGE_SIZE, ConvState, KVState, LayerState, LayerStates, MemoryState, PagePool
 
@@ -42,20 +43,31 @@ def softcap(z: Tensor) -> Tensor:
     return SOFTCAP * z / torch.sqrt(z.square() + SOFTCAP**2)
 
 
-def _advance(conv: DepthwiseConv, x: Tensor, state: LayerState | None, name: str) -> Tensor:
-    """Run a convolution from its state, where there is one, and leave the new state behind."""
-    y, inputs = causal_conv(x, conv.weight, state.convs[name].inputs if state is not None else None)
-    if state is not None:
-        state.convs[name] = ConvState(inputs)
-    return y
-
-
 class DepthwiseConv(nn.Module):
     """Filters of a causal convolution, ``[C, 1, K]``, without bias."""
 
-    def __init__(self, channels: int, num_taps: int):
+    def __init__(self, channels: int, num_taps: int, choice: Choice):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, num_taps))
+        self.impl = choice.impl
+
+    def gated(self, b: Tensor, c: Tensor, u: Tensor, states: dict[str, ConvState] | None, name: str) -> Tensor:
+        """``c * conv(b * u)`` of the short-convolution block; advances the state called ``name``."""
+        if self.impl == "triton":
+            return advance_conv(u, self.weight, states, name, gates=(b, c))
+        return c * self._advance(b * u, states, name)
+
+    def residual(self, x: Tensor, states: dict[str, ConvState] | None, name: str) -> Tensor:
+        """``x + conv(x)``, the canon form; advances the state called ``name``."""
+        if self.impl == "triton":
+            return advance_conv(x, self.weight, states, name, residual=True)
+        return x + self._advance(x, states, name)
+
+    def _advance(self, x: Tensor, states: dict[str, ConvState] | None, name: str) -> Tensor:
+        y, inputs = causal_conv(x, self.weight, states[name].inputs if states is not None else None)
+        if states is not None:
+            states[name] = ConvState(inputs)
+        return y
 
 
 class Rotary(nn.Module):
@@ -87,11 +99,11 @@ class Rotary(nn.Module):
 class ShortConvMixer(nn.Module):
     """LFM2 block: ``out(c * conv(b * u))`` with ``b, c, u`` from one projection; no activation."""
 
-    def __init__(self, config: AtmaConfig):
+    def __init__(self, config: AtmaConfig, choice: Choice):
         super().__init__()
         width = config.hidden_size
         self.in_proj = nn.Linear(width, 3 * width)
-        self.conv = DepthwiseConv(width, config.conv_kernel_size)
+        self.conv = DepthwiseConv(width, config.conv_kernel_size, choice)
         self.out_proj = nn.Linear(width, width)
 
     def init_state(self, batch_size: int, num_pages: int) -> LayerState:
@@ -99,15 +111,16 @@ class ShortConvMixer(nn.Module):
 
     def forward(self, x: Tensor, state: LayerState | None) -> Tensor:
         b, c, u = self.in_proj(x).chunk(3, dim=-1)
-        return self.out_proj(c * _advance(self.conv, b * u, state, "conv"))
+        return self.out_proj(self.conv.gated(b, c, u, state.convs if state is not None else None, "conv"))
 
 
 class GatedDeltaMemory(nn.Module):
     """The memory branch ``mem.*`` (section 6): gates from the block input, queries, keys and values from the core."""
 
-    def __init__(self, config: AtmaConfig):
+    def __init__(self, config: AtmaConfig, choice: Choice):
         super().__init__()
         width, heads = config.hidden_size, config.num_heads
+        self.choice = choice
         self.gamma_bias, self.beta_bias, self.chunk = config.mem_gamma_bias, config.mem_beta_bias, config.mem_chunk
         self.w_gamma = nn.Linear(width, heads)
         self.w_beta = nn.Linear(width, heads)
@@ -116,16 +129,12 @@ class GatedDeltaMemory(nn.Module):
 
     def forward(self, n: Tensor, q: Tensor, k: Tensor, v: Tensor, state: LayerState | None, last: int) -> Tensor:
         """Output for the last tokens of ``n`` ``[B, T, C]``, given heads ``q`` ``[B, T, H, d]`` and ``k``, ``v``."""
-        group = q.shape[2] // k.shape[2]
-        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
         # Gate logits are formed in the activation type and raised before the constant is added.
         dtype = torch.promote_types(n.dtype, torch.float32)
         gamma = self.w_gamma(n).to(dtype) + self.gamma_bias
         beta = self.w_beta(n).to(dtype) + self.beta_bias
-        before = state.memory.matrix if state is not None and state.memory is not None else None
-        readout, after = gated_delta(q, k, v, gamma, beta, before, chunk=self.chunk)
-        if state is not None:
-            state.memory = MemoryState(after)
+        memory = state.memory if state is not None else None
+        readout = advance_memory(q, k, v, gamma, beta, memory, chunk=self.chunk, choice=self.choice)
         read = unweighted_norm(readout[:, -last:]).flatten(2).to(n.dtype)
         return self.proj(read * torch.sigmoid(self.gate(n[:, -last:])))
 
@@ -133,8 +142,9 @@ class GatedDeltaMemory(nn.Module):
 class GlobalMixer(nn.Module):
     """A global block: the core over all (or a window of) past tokens, plus the memory branch."""
 
-    def __init__(self, config: AtmaConfig, q2_floor: float | None):
+    def __init__(self, config: AtmaConfig, q2_floor: float | None, choice: Choice):
         super().__init__()
+        self.impl = choice.impl
         width, heads, kv_heads, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.core, self.window, self.q2_floor = config.attn_type, config.attn_window, q2_floor
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, d
@@ -147,15 +157,15 @@ class GlobalMixer(nn.Module):
         if self.core == "rope":
             self.rotary = Rotary(d)
         else:
-            self.canon_q = DepthwiseConv(heads * d, config.attn_kernel_size)
-            self.canon_k = DepthwiseConv(kv_heads * d, config.attn_kernel_size)
-            self.canon_v = DepthwiseConv(kv_heads * d, config.attn_kernel_size)
+            self.canon_q = DepthwiseConv(heads * d, config.attn_kernel_size, choice)
+            self.canon_k = DepthwiseConv(kv_heads * d, config.attn_kernel_size, choice)
+            self.canon_v = DepthwiseConv(kv_heads * d, config.attn_kernel_size, choice)
         if self.core == "polar":
             self.mu_proj = nn.Linear(heads, width)
             self.v_null = nn.Parameter(torch.empty(heads, d))
             for name in FP32_PARAMETERS[1:]:
                 self.register_parameter(name, nn.Parameter(torch.empty(heads)))
-        self.mem = GatedDeltaMemory(config) if config.mem_enabled else None
+        self.mem = GatedDeltaMemory(config, choice) if config.mem_enabled else None
         # Training only: set to [B, R, C], the next pass leaves the loss of so many random keys (kernels.distractor).
         self.random_inputs: Tensor | None = None
         self.distractor_loss: Tensor | None = None
@@ -176,8 +186,8 @@ class GlobalMixer(nn.Module):
         """The canon residual on flattened heads ``[B, T, heads, d]``; none for rope, which has no such weights."""
         if self.core == "rope":
             return x
-        flat = x.flatten(2)
-        return (flat + _advance(getattr(self, canon), flat, state, canon)).view_as(x)
+        states = state.convs if state is not None else None
+        return getattr(self, canon).residual(x.flatten(2), states, canon).view_as(x)
 
     def forward(self, n: Tensor, state: LayerState | None, offset: int, last: int) -> Tensor:
         """``n`` ``[B, T, C]`` at positions from ``offset``; the output of the last ``last`` tokens ``[B, last, C]``."""
@@ -220,23 +230,36 @@ class GlobalMixer(nn.Module):
     ) -> Tensor:
         if self.core == "rope":
             q, k = self.rotary(q, offset), self.rotary(k, offset)
-        past = state.kv.runs() if state is not None and state.kv is not None and offset else ()
         queries = q[:, -last:].transpose(1, 2)
-        training = state is None and torch.is_grad_enabled()
-        placed: dict = {"window": self.window} if training else {"past": past, "offset": offset, "window": self.window}
-        magnitude = None
-        if self.core == "polar":
-            attend = polar_training if training else polar_attention
-            mixed, magnitude, *_ = attend(queries, k, v, self.polar_parameters, q2_floor=self.q2_floor, **placed)
+        polar = self.polar_parameters if self.core == "polar" else None
+        if state is None and torch.is_grad_enabled():
+            mixed, magnitude = self._train(queries, k, v, polar)
         else:
-            attend_plain = softmax_training if training else softmax_attention
-            mixed = attend_plain(queries, k, v, scale=self.scale, **placed)
-        if training and self.random_inputs is not None:
-            self.distractor_loss = self._distract(self.random_inputs.to(q.dtype), queries, k, v, mixed)
-        if state is not None and state.kv is not None:
-            state.kv.append(k, v)
+            mixed, magnitude = attend(
+                queries,
+                k,
+                v,
+                state.kv if state is not None else None,
+                offset=offset,
+                window=self.window,
+                scale=self.scale,
+                polar=polar,
+                q2_floor=self.q2_floor,
+                impl=self.impl,
+            )
         out = self.proj((mixed.transpose(1, 2) * torch.sigmoid(gate)).flatten(2))
         return out if magnitude is None else out + self.mu_proj(magnitude.transpose(1, 2))
+
+    def _train(self, q: Tensor, k: Tensor, v: Tensor, polar: PolarParameters | None) -> tuple[Tensor, Tensor | None]:
+        """The core over a whole sequence, with gradients, and the distractor loss where random inputs are set."""
+        magnitude = None
+        if polar is not None:
+            mixed, magnitude, *_ = polar_training(q, k, v, polar, window=self.window, q2_floor=self.q2_floor)
+        else:
+            mixed = softmax_training(q, k, v, scale=self.scale, window=self.window)
+        if self.random_inputs is not None:
+            self.distractor_loss = self._distract(self.random_inputs.to(q.dtype), q, k, v, mixed)
+        return mixed, magnitude
 
 
 class MLP(nn.Module):
@@ -255,11 +278,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """``x + mixer(norm1(x))``, then ``x + mlp(norm2(x))``."""
 
-    def __init__(self, config: AtmaConfig, index: int, q2_floor: float | None):
+    def __init__(self, config: AtmaConfig, index: int, q2_floor: float | None, choice: Choice):
         super().__init__()
         self.norm1 = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
         self.norm2 = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
-        self.attn = GlobalMixer(config, q2_floor) if config.is_global(index) else ShortConvMixer(config)
+        self.attn = GlobalMixer(config, q2_floor, choice) if config.is_global(index) else ShortConvMixer(config, choice)
         self.mlp = MLP(config.hidden_size)
 
     def forward(self, x: Tensor, state: LayerState | None, offset: int, last: int) -> Tensor:
@@ -277,13 +300,14 @@ class Atma(nn.Module):
     Args:
         config: shape and behaviour; its ``attn_window`` is the window that is applied.
         q2_floor: legacy floor of the participation ratio (1e-6 for kernels before 16 August 2026); ``None`` is exact.
+        choice: which code computes the operations; training is always PyTorch's.
     """
 
-    def __init__(self, config: AtmaConfig, *, q2_floor: float | None = None):
+    def __init__(self, config: AtmaConfig, *, q2_floor: float | None = None, choice: Choice = PYTORCH):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, i, q2_floor) for i in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(Block(config, i, q2_floor, choice) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
         self.proj = nn.Linear(config.hidden_size, config.vocab_size)
 

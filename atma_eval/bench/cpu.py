@@ -1,4 +1,4 @@
-"""Speed of the operations, as ratios that hold on any machine: `python -m atma_eval.bench cpu`.
+"""Speed of the PyTorch operations, as ratios that hold on any machine: `python -m atma_eval.bench cpu`.
 
 What is compared runs in turns (A, B, A, B, ...), in processor time of its one thread, and the best of three
 counts, so that a busy neighbour hits both sides alike.
@@ -38,8 +38,6 @@ WINDOW = 1_024
 POLAR_AT_MOST = 1.6  # times softmax
 WINDOW_AT_LEAST = 4.0  # times faster than full attention
 DELTA_AT_MOST = 4.6  # times the work for four times the tokens
-
-app = typer.Typer(add_completion=False, help="Measure the operations of the models.")
 
 
 @dataclass(frozen=True)
@@ -160,12 +158,6 @@ def report(ratios: list[Ratio], title: str) -> Table:
     return table
 
 
-@app.callback()
-def main() -> None:
-    """Measure the operations of the models."""
-
-
-@app.command()
 def cpu(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the measurements to this file too.")] = None,
 ) -> None:
@@ -183,7 +175,3 @@ def cpu(
         lines = [{**dataclasses.asdict(r), "ratio": r.value, "ok": r.ok} for r in ratios]
         json_file.write_text(json.dumps({**machine, "rounds": ROUNDS, "lines": lines}, indent=2) + "\n")
     raise typer.Exit(0 if all(r.ok for r in ratios) else 1)
-
-
-if __name__ == "__main__":
-    app()
