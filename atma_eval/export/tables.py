@@ -125,8 +125,8 @@ def _csv_field(value: Any, kind: str) -> str:
 
 
 def _parquet(rows: list[dict[str, Any]], types: dict[str, str]) -> bytes:
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     arrow = {
         "integer": pa.int64(),
