@@ -22,13 +22,12 @@ from atma_eval.kernels.common_triton import (
     LOG2_E,
     MASKED,
     TYPES,
-    WIDTHS,  # noqa: F401
+    log1p,
     require_supported,
     shared_bytes,
+    softplus,
+    tanh,
 )
-from atma_eval.kernels.common_triton import log1p as _log1p
-from atma_eval.kernels.common_triton import softplus as _softplus
-from atma_eval.kernels.common_triton import tanh as _tanh
 from atma_eval.kernels.polar import PolarOutput, PolarParameters
 
 SECTION = tl.constexpr(16)  # key/value heads whose blocks are handed out together
@@ -197,7 +196,7 @@ def _prefill(
     else:
         # After the product, in fp32: a 16-bit query would lose digits to a temperature folded into it.
         num_visible = tl.minimum(position + 1, window).to(tl.float32)
-        growth = _softplus(tl.load(len_gain + head, mask=exists, other=0.0))
+        growth = softplus(tl.load(len_gain + head, mask=exists, other=0.0))
         row_scale = (1.0 + growth * tl.log(num_visible)) * (scale * LOG2_E)
 
     # Some row sees keys from `seen` on; every row sees those from `seen_by_all` to `low`. Whole tiles inside that range
@@ -269,7 +268,7 @@ def _prefill(
         tl.store(out_at, (big_s / big_l[:, None]).to(out.dtype.element_ty), mask=stored)
     else:
         # `polar._finish`: the null sink joins in units of the larger of itself and the best key.
-        slope = _softplus(tl.load(null_slope + head, mask=exists, other=0.0))
+        slope = softplus(tl.load(null_slope + head, mask=exists, other=0.0))
         num_visible = tl.minimum(position + 1, window).to(tl.float32)
         null = tl.load(null_base + head, mask=exists, other=0.0) + slope * tl.sqrt(tl.log(num_visible + 1.0))
         null *= row_scale / scale
@@ -285,8 +284,8 @@ def _prefill(
         length = tl.sqrt(tl.sum(mixed * mixed, 1))
         mixed = mixed * (1.0 / tl.maximum(length, FLOOR))[:, None]
         tl.store(out_at, mixed.to(out.dtype.element_ty), mask=stored)
-        gain = _softplus(tl.load(mag_beta + head, mask=exists, other=0.0))
-        bounded = _tanh(gain * _log1p(ratio * (real / (real + sink))))
+        gain = softplus(tl.load(mag_beta + head, mask=exists, other=0.0))
+        bounded = tanh(gain * log1p(ratio * (real / (real + sink))))
         tl.store(magnitude + out_row, bounded.to(magnitude.dtype.element_ty), mask=exists)
         if details != 0:
             tl.store(n_eff + out_row, ratio, mask=exists)
