@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import pairwise
 
@@ -11,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from typer.testing import CliRunner
 
-from atma_eval import bench
 from atma_eval.kernels import delta, softmax, tiles
 from atma_eval.kernels.conv import causal_conv
 from atma_eval.kernels.delta import gated_delta, gated_delta_reference
@@ -374,22 +371,3 @@ def test_nothing_is_ever_as_large_as_the_square_of_the_length(core, window):
         model.logits(model(torch.randint(64, (1, num_tokens)), model.init_state(1, num_tokens)))
     # the widest thing that is linear in the length is the MLP's 8 x hidden_size = 256 per token
     assert num_tokens * 256 <= largest.numel <= num_tokens * num_tokens // 16
-
-
-def test_bench_reports_every_ratio(monkeypatch, tmp_path):
-    """In miniature: fourteen lines, and the exit code says whether a target was missed."""
-    for name, size in (("LENGTH", 512), ("LONG", 2048), ("CHUNK", 256), ("WINDOW", 64), ("ROUNDS", 1)):
-        monkeypatch.setattr(bench, name, size)
-    result = CliRunner().invoke(bench.app, ["cpu", "--json", str(tmp_path / "bench.json")])
-    report = json.loads((tmp_path / "bench.json").read_text())
-    assert len(report["lines"]) == 14
-    assert report["threads"] == 1
-    assert result.exit_code == (0 if all(line["ok"] for line in report["lines"]) else 1)
-    assert max(map(len, result.stdout.splitlines())) <= 100
-
-
-def test_bench_verdicts():
-    assert bench.Ratio("", "", "", (1.6, 1.0), 1.6).ok
-    assert not bench.Ratio("", "", "", (1.7, 1.0), 1.6).ok
-    assert bench.Ratio("", "", "", (4.0, 1.0), 4.0, at_least=True).ok
-    assert not bench.Ratio("", "", "", (3.9, 1.0), 4.0, at_least=True).ok
