@@ -70,6 +70,23 @@ def test_an_unknown_part_is_named():
     assert refusal.hint.startswith("did you mean decode?")
 
 
+@pytest.mark.parametrize("met", [True, False])
+def test_the_command_passes_its_options_on(monkeypatch, tmp_path, met):
+    asked = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gpu, "measure", lambda **options: asked.update(options) or met)
+    options = ["--quick", "--part", "states", "--part", "decode", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, ["gpu", *options]).exit_code == (0 if met else 1)
+    assert [part.name for part in asked["parts"]] == ["decode", "states"]
+    assert asked["sizes"] == Sizes().quick() and asked["budget_s"] == gpu.QUICK_BUDGET_S
+    assert asked["device"] == torch.device("cuda:0") and asked["out"] == tmp_path
+    CliRunner().invoke(app, ["gpu"])
+    assert asked["parts"] == gpu.PARTS and asked["sizes"] == Sizes() and asked["budget_s"] == gpu.BUDGET_S < 360
+    shares = [part.until for part in gpu.PARTS]
+    assert shares == sorted(shares) and shares[-1] == 1
+
+
 # -- parts that fail, stop, or never begin ----------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ class Sizes:
     warm_up_length: str = "2k"
     num_trials: int = 2
     num_documents: int = 2
-    max_rounds: int = 20
+    max_rounds: int = 50
     at_most_s: float = 0.5
 
     def quick(self) -> Sizes:
@@ -100,8 +100,8 @@ class Sizes:
         )
 
 
-class TimeUp(Exception):  # noqa: N818  (no error: the part ends here, and says so)
-    """The time of a part is over."""
+class TimeUp(Exception):
+    """The time of a part is over: no error, it ends here and says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,14 +186,15 @@ def in_pages(k: Tensor, v: Tensor, page: int) -> Paged:
     num_pages = -(-length // page)
     generator = torch.Generator(k.device).manual_seed(0)
     order = torch.randperm(batch * num_pages, generator=generator, device=k.device)
-    pools = []
-    for x in (k, v):
+
+    def pool(x: Tensor) -> Tensor:
         padded = x.new_full((batch, num_pages * page, *x.shape[2:]), torch.nan)
         padded[:, :length] = x
-        pool = torch.empty_like(padded).view(batch * num_pages, page, *x.shape[2:])
-        pool[order] = padded.view_as(pool)
-        pools.append(pool)
-    return Paged(*pools, order.view(batch, num_pages).int())
+        pages = torch.empty_like(padded).view(batch * num_pages, page, *x.shape[2:])
+        pages[order] = padded.view_as(pages)
+        return pages
+
+    return Paged(pool(k), pool(v), order.view(batch, num_pages).int())
 
 
 def thousands(count: int) -> str:

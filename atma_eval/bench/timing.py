@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 MIN_ROUNDS = 3
-FLUSH_BYTES = 2**29  # several times the largest L2 cache, and some 0.1 ms of writing on the fastest memory
+FLUSH_BYTES = 2**29  # several times the largest L2 cache, and some 0.1 ms of reading from the fastest memory
 MAX_FLUSHES = 20
 
-Run = Callable[[], Any]
+Run = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +57,16 @@ class WallStopwatch:
 class GpuStopwatch:
     """Between two events on the GPU, with a cold L2 cache.
 
-    Before the first event a buffer larger than the cache is overwritten, as often as it takes to keep the GPU busy
-    until the whole call is queued: what Python needs for its launches is not measured.
+    Before the first event a buffer larger than the cache is read (written, it would leave the cache full of what has
+    yet to go to memory), as often as it takes to keep the GPU busy until the whole call is queued: what Python needs
+    for its launches is not measured.
     """
 
     def __init__(self, device: torch.device):
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
-        self._buffer = torch.empty(max(FLUSH_BYTES, 4 * cache), dtype=torch.uint8, device=device)
-        self._buffer.zero_()
-        self._flush_s = 1.0
-        self._flush_s = min(self.seconds(self._buffer.zero_, 0) for _ in range(MIN_ROUNDS))
+        self._buffer = torch.zeros(max(FLUSH_BYTES, 4 * cache) // 4, dtype=torch.float32, device=device)
+        self._flush_s = 1.0  # until it is known
+        self._flush_s = min(self.seconds(self._buffer.sum, 0) for _ in range(MIN_ROUNDS))
 
     def warm_up(self, run: Run) -> WarmUp:
         torch.cuda.synchronize()
@@ -81,7 +81,7 @@ class GpuStopwatch:
 
     def seconds(self, run: Run, queue_s: float) -> float:
         for _ in range(min(MAX_FLUSHES, 1 + int(1.5 * queue_s / self._flush_s))):
-            self._buffer.zero_()
+            self._buffer.sum()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
