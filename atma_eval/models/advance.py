@@ -7,6 +7,7 @@ lie and shares the past out among programs), many to those that prefill. Both gi
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,97 +22,76 @@ from atma_eval.state import ConvState, KVState, MemoryState
 MAX_STEPS = 16  # tokens that the kernels with a state in place take at once
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: KVState | None,
-    *,
-    offset: int,
-    window: int | None,
-    scale: float,
-    polar: PolarParameters | None,
-    q2_floor: float | None,
-    impl: Impl,
-) -> tuple[Tensor, Tensor | None]:
+class Core(NamedTuple):
+    """The attention of a global block.
+
+    Attributes:
+        polar: parameters of polar attention; ``None`` is softmax.
+        scale: of softmax scores.
+        window: keys a query may see, itself included; ``None`` for all.
+        q2_floor: legacy floor of polar attention's participation ratio; ``None`` is exact.
+    """
+
+    polar: PolarParameters | None
+    scale: float
+    window: int | None
+    q2_floor: float | None
+
+
+Mixed = tuple[Tensor, Tensor | None]
+"""Mixed values ``[B, H, T, V]`` (directions, for polar) and the magnitude ``[B, H, T]``, if there is one."""
+
+
+def attend(core: Core, q: Tensor, k: Tensor, v: Tensor, kv: KVState | None, *, offset: int, impl: Impl) -> Mixed:
     """New tokens over their past and themselves; afterwards ``kv`` holds them too.
 
     Args:
+        core: which attention.
         q: queries of the last ``T`` new tokens, ``[B, H, T, K]``.
         k, v: keys and values of all new tokens, ``[B, T', G, K]``.
         kv: the past; ``None`` where the new tokens are all there is.
         offset: absolute position of the first new token.
-        window: keys a query may see, itself included; ``None`` for all.
-        scale: of the scores of softmax attention.
-        polar: parameters of polar attention; ``None`` is softmax.
-        q2_floor: legacy floor of polar attention's participation ratio.
         impl: ``torch`` or ``triton``.
-
-    Returns:
-        The mixed values ``[B, H, T, V]`` (directions, for polar) and the magnitude ``[B, H, T]``, if there is one.
     """
     if impl == "triton" and kv is not None and q.shape[2] <= MAX_QUERIES:
         kv.append(k, v, pending=q.shape[2])
-        return _decode(q, kv, window, scale, polar, q2_floor)
-    prefill = _prefill_triton if impl == "triton" else _prefill
-    out = prefill(q, k, v, kv, offset, window, scale, polar, q2_floor)
+        return _decode(core, q, kv)
+    out = (_prefill_triton if impl == "triton" else _prefill)(core, q, k, v, kv, offset)
     if kv is not None:
         kv.append(k, v)
     return out
 
 
-def _prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: KVState | None,
-    offset: int,
-    window: int | None,
-    scale: float,
-    polar: PolarParameters | None,
-    q2_floor: float | None,
-) -> tuple[Tensor, Tensor | None]:
+def _prefill(core: Core, q: Tensor, k: Tensor, v: Tensor, kv: KVState | None, offset: int) -> Mixed:
     past = kv.runs() if kv is not None and offset else ()
-    if polar is None:
-        return softmax_attention(q, k, v, scale=scale, past=past, offset=offset, window=window), None
-    out = polar_attention(q, k, v, polar, past=past, offset=offset, window=window, q2_floor=q2_floor)
+    if core.polar is None:
+        return softmax_attention(q, k, v, scale=core.scale, past=past, offset=offset, window=core.window), None
+    placed: dict = {"past": past, "offset": offset, "window": core.window}
+    out = polar_attention(q, k, v, core.polar, q2_floor=core.q2_floor, **placed)
     return out.direction, out.magnitude
 
 
-def _prefill_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: KVState | None,
-    offset: int,
-    window: int | None,
-    scale: float,
-    polar: PolarParameters | None,
-    q2_floor: float | None,
-) -> tuple[Tensor, Tensor | None]:
+def _prefill_triton(core: Core, q: Tensor, k: Tensor, v: Tensor, kv: KVState | None, offset: int) -> Mixed:
     from atma_eval.kernels.polar_triton import PagedPast, polar_prefill, softmax_prefill
 
     past = None
     if kv is not None and offset:
         past = PagedPast(kv.pool.keys, kv.pool.values, kv.table(), offset, kv.first_kept)
-    if polar is None:
-        return softmax_prefill(q, k, v, scale=scale, past=past, offset=offset, window=window), None
-    out = polar_prefill(q, k, v, polar, past=past, offset=offset, window=window, q2_floor=q2_floor)
+    if core.polar is None:
+        return softmax_prefill(q, k, v, scale=core.scale, past=past, offset=offset, window=core.window), None
+    placed: dict = {"past": past, "offset": offset, "window": core.window}
+    out = polar_prefill(q, k, v, core.polar, q2_floor=core.q2_floor, **placed)
     return out.direction, out.magnitude
 
 
-def _decode(
-    q: Tensor, kv: KVState, window: int | None, scale: float, polar: PolarParameters | None, q2_floor: float | None
-) -> tuple[Tensor, Tensor | None]:
-    lengths = [kv.length] * len(kv.tables)
+def _decode(core: Core, q: Tensor, kv: KVState) -> Mixed:
+    """The last tokens of what ``kv`` holds already."""
     pages = (kv.pool.keys, kv.pool.values, kv.table(), kv.lengths())
-    if polar is None:
-        out = softmax_decode(q, *pages, scale=scale, window=window, host_lengths=lengths, impl="triton")
-        return out, None
-    done = polar_decode(
-        q, *pages, polar, window=window, q2_floor=q2_floor, details=False, host_lengths=lengths, impl="triton"
-    )
-    return done.direction, done.magnitude
+    placed: dict = {"window": core.window, "host_lengths": [kv.length] * len(kv.tables), "impl": "triton"}
+    if core.polar is None:
+        return softmax_decode(q, *pages, scale=core.scale, **placed), None
+    out = polar_decode(q, *pages, core.polar, q2_floor=core.q2_floor, details=False, **placed)
+    return out.direction, out.magnitude
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ from atma_eval.kernels.conv import causal_conv
 from atma_eval.kernels.distractor import polar_distractor, softmax_distractor
 from atma_eval.kernels.polar import PolarParameters, polar_training
 from atma_eval.kernels.softmax import softmax_training
-from atma_eval.models.advance import advance_conv, advance_memory, attend
+from atma_eval.models.advance import Core, advance_conv, advance_memory, attend
 from atma_eval.models.config import AtmaConfig
 from atma_eval.state import PAGE_SIZE, ConvState, KVState, LayerState, LayerStates, MemoryState, PagePool
 
@@ -235,18 +235,9 @@ class GlobalMixer(nn.Module):
         if state is None and torch.is_grad_enabled():
             mixed, magnitude = self._train(queries, k, v, polar)
         else:
-            mixed, magnitude = attend(
-                queries,
-                k,
-                v,
-                state.kv if state is not None else None,
-                offset=offset,
-                window=self.window,
-                scale=self.scale,
-                polar=polar,
-                q2_floor=self.q2_floor,
-                impl=self.impl,
-            )
+            core = Core(polar, self.scale, self.window, self.q2_floor)
+            kv = state.kv if state is not None else None
+            mixed, magnitude = attend(core, queries, k, v, kv, offset=offset, impl=self.impl)
         out = self.proj((mixed.transpose(1, 2) * torch.sigmoid(gate)).flatten(2))
         return out if magnitude is None else out + self.mu_proj(magnitude.transpose(1, 2))
 
