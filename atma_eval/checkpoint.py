@@ -214,7 +214,9 @@ def _windowed(source: ModelSource, window: str | int) -> AtmaConfig:
 def _choice(source: ModelSource, dtype: str, device: torch.device) -> Choice:
     import torch
 
-    return choose(source.spec.impl, dtype=getattr(torch, dtype), head_dim=source.config.head_dim, device=device)
+    config = source.config
+    taps = (config.conv_kernel_size, config.attn_kernel_size)
+    return choose(source.spec.impl, dtype=getattr(torch, dtype), head_dim=config.head_dim, device=device, num_taps=taps)
 
 
 def _implementations(config: AtmaConfig, choice: Choice) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -465,6 +466,9 @@ app.command(name="import")(import_logs)
 
 def main() -> None:
     """Entry point: user errors become two short lines and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without the signs of a table gets question marks
     try:
         app(standalone_mode=True)
     except UserError as error:

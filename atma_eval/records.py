@@ -22,7 +22,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jsonlines
 import numpy as np
 
 from atma_eval.errors import UserError
@@ -111,6 +110,8 @@ class RunDirectory:
         if self.torn_bytes:
             self._file.truncate(whole)
         self.keys = {row["key"] for row in self.rows}
+        import jsonlines  # here, so that reading a run does not need it
+
         self._writer = jsonlines.Writer(self._file, dumps=_dumps, flush=True)
 
     def _read_manifest(self) -> dict[str, Any]:

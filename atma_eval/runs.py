@@ -21,6 +21,9 @@ from atma_eval.metrics import Row
 from atma_eval.records import FIELDS, not_finite, read_curves, read_rows
 
 RECORDS = "records.jsonl"
+STATUSES = ("ok", "oom", "nan", "too_long", "error")
+CONTROLS = ("none", "absent", "format")
+LONGEST = 2**40
 # what the reporting side relies on; the rest of a row may be anything
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,),
@@ -112,6 +115,16 @@ def _check(row: Row, where: str) -> None:
         if type(row[name]) not in types:
             allowed = " or ".join("null" if t is type(None) else t.__name__ for t in types)
             raise UserError(f"{where}: {name} is {row[name]!r}, not {allowed}", "restore the line, or remove it")
+    for name, fits, allowed in (
+        ("length", 1 <= row["length"] <= LONGEST, "a number of tokens"),
+        ("status", row["status"] in STATUSES, ", ".join(STATUSES)),
+        ("control", row["control"] in CONTROLS, ", ".join(CONTROLS)),
+        ("depth", row["depth"] is None or 0 <= row["depth"] <= 1, "between 0 and 1"),
+        ("token_accuracy", row["token_accuracy"] is None or 0 <= row["token_accuracy"] <= 1, "between 0 and 1"),
+        ("nll_sum", row["nll_sum"] is None or row["nll_sum"] >= 0, "a loss, never negative"),
+    ):
+        if not fits:
+            raise UserError(f"{where}: {name} is {row[name]!r}; allowed: {allowed}", "restore the line, or remove it")
     if row["status"] == "ok" and (row["nll_sum"] is None or row["num_targets"] < 1):
         raise UserError(f"{where}: a row that is ok has no loss", "restore the line, or remove it")
 

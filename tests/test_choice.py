@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from atma_eval.kernels.choice import PYTORCH, Choice, choose
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def asked(impl, dtype=torch.bfloat16, head_dim=128, device=CUDA):
-    return choose(impl, dtype=dtype, head_dim=head_dim, device=device)
+def asked(impl, dtype=torch.bfloat16, head_dim=128, device=CUDA, num_taps=(3, 4)):
+    return choose(impl, dtype=dtype, head_dim=head_dim, device=device, num_taps=num_taps)
 
 
 @pytest.fixture
@@ -28,6 +29,8 @@ def gpu(monkeypatch):
     def of(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+        triton = pytest.importorskip("triton")
+        monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=None)))
 
     return of
 
@@ -38,7 +41,7 @@ def test_torch_is_torch_everywhere():
 
 
 def test_auto_on_a_cpu_is_torch_and_says_why():
-    assert asked("auto", device=CPU) == Choice(because="there is no GPU to run Triton kernels on")
+    assert asked("auto", device=CPU) == Choice(because="the Triton kernels need a GPU, and the device is cpu")
 
 
 @needs_triton
@@ -55,6 +58,7 @@ def test_auto_on_a_gpu_is_triton(gpu):
         ((7, 5), {}, "need compute capability 8.0, which Tesla T4 has not"),
         ((9, 0), {"head_dim": 320}, "do not serve heads of width 320"),
         ((9, 0), {"dtype": torch.float64}, "do not compute in torch.float64"),
+        ((9, 0), {"num_taps": (3, 6)}, "takes 2 to 5 taps, not 6"),
     ],
 )
 def test_what_the_kernels_do_not_serve(gpu, capability, fields, reason):
@@ -67,6 +71,22 @@ def test_what_the_kernels_do_not_serve(gpu, capability, fields, reason):
     chosen = asked("auto", **fields)
     assert chosen.impl == "torch"
     assert reason in chosen.because
+
+
+@needs_triton
+def test_without_a_compiler_for_the_driver(gpu, monkeypatch):
+    import triton
+
+    class Active:
+        @property
+        def utils(self):
+            raise RuntimeError("Failed to find C compiler.")
+
+    gpu((9, 0))
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=Active()))
+    with pytest.raises(UserError, match="cannot reach the driver: Failed to find C compiler"):
+        asked("triton")
+    assert "C compiler" in asked("auto").because
 
 
 def test_without_triton(gpu, monkeypatch):
@@ -101,7 +121,7 @@ def test_on_the_command_line(tiny_name, tmp_path):
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     (model,) = manifest["models"].values()
     assert set(model["implementations"].values()) == {"torch"}
-    assert model["not_triton_because"] == "there is no GPU to run Triton kernels on"
+    assert model["not_triton_because"] == "the Triton kernels need a GPU, and the device is cpu"
     refused = command(*niah, "--impl", "triton", cwd=tmp_path)
     assert refused.returncode == 2
     assert "need a CUDA device, not cpu" in refused.stderr or "Triton cannot be imported" in refused.stderr

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -606,3 +607,14 @@ def test_published_losses_have_no_interval(compared):
     text = terminal(found, against_paper=True)
     assert "2.703" in text and "I01" in text
     assert all(p["low"] is None for p in as_data(found, against_paper=True)["published"])
+
+
+def test_an_output_that_knows_few_signs_gets_question_marks(tmp_path):
+    run = write_run(tmp_path / "a", [row(trial=trial, model=m) for trial in range(3) for m in ("m", "n")])
+    code = "import sys; from atma_eval.cli import main; sys.argv = ['atma-eval', 'compare', sys.argv[1]]; main()"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run)], capture_output=True, env=environment, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "?" in done.stdout

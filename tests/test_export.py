@@ -470,3 +470,10 @@ def test_a_run_of_many_rows_is_quick(tmp_path):
     before = time.process_time()
     export_run(write_run(tmp_path / "run", rows), "every-eval-ever", tmp_path / "out")
     assert time.process_time() - before < 10
+
+
+def test_a_run_keeps_its_folder_to_itself(tmp_path):
+    folder = write_run(tmp_path / "a", [row()])
+    with pytest.raises(UserError, match="is the folder of a run"):
+        export_run(folder, "csv", folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["records.jsonl"]

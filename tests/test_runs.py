@@ -63,6 +63,13 @@ def test_without_a_manifest_rows_can_still_be_read(tmp_path):
         ({"exact": 1}, "line 2: exact is 1, not bool or null"),
         ({"nll_sum": None}, "line 2: a row that is ok has no loss"),
         ({"num_targets": 0}, "line 2: a row that is ok has no loss"),
+        ({"length": 0}, "line 2: length is 0; allowed: a number of tokens"),
+        ({"length": 10**30}, "a number of tokens"),
+        ({"status": "great"}, "line 2: status is 'great'; allowed: ok, oom, nan, too_long, error"),
+        ({"control": "no"}, "line 2: control is 'no'"),
+        ({"depth": 3.0}, "line 2: depth is 3.0; allowed: between 0 and 1"),
+        ({"token_accuracy": 7.0}, "line 2: token_accuracy is 7.0"),
+        ({"nll_sum": -50.0}, "line 2: nll_sum is -50.0; allowed: a loss, never negative"),
         ({"schema": 7}, "line 2: schema 7, this version reads 1"),
     ],
 )

@@ -102,6 +102,9 @@ if not INTERPRETING:
         assert "GPU" in fla_refusal(torch.bfloat16, 128, torch.device("cpu"))
         assert "float32" in fla_refusal(torch.float32, 128, cuda)
         assert "512" in fla_refusal(torch.float16, 512, cuda)
+        with monkeypatch.context() as broken:
+            broken.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
+            assert "cannot be imported" in fla_refusal(torch.bfloat16, 128, cuda)
         for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -72,6 +72,15 @@ else:
             logits.append(model.logits(torch.cat(out, dim=1)))
         torch.testing.assert_close(logits[0], logits[1], **TOLERANCE)
 
+    def test_gradients_are_those_of_pytorch():
+        """The kernels go forward only: a whole sequence with gradients takes none of them."""
+        grads = []
+        for model in twins():
+            model.logits(model(torch.arange(40)[None])).sum().backward()
+            grads.append([parameter.grad for parameter in model.parameters()])
+        assert all(grad is not None for grad in grads[0])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
     def test_sessions_score_and_generate_alike():
         import numpy as np
 

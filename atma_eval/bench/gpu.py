@@ -6,6 +6,7 @@ begins, and the exit code is 1. The JSON file is written anew after every part.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import gc
@@ -147,9 +148,6 @@ def measure(
         bench = Bench(device=device, sizes=sizes, stopwatch=stopwatch, deadline=start + part.until * budget_s)
         reports.append(run_part(part, bench))
         show(reports[-1], console)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
         missed = [f"{line.what}, {line.case}" for report in reports for line in report.missed]
         complete = [report.name for report in reports if report.status == "done"]
         write_json(
@@ -167,6 +165,10 @@ def measure(
                 "parts": [report.to_dict() for report in reports],
             },
         )
+        gc.collect()
+        if device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # after an illegal access nothing works any more, this neither
+                torch.cuda.empty_cache()
     console.print(f"\n{time.monotonic() - start:.0f} s; figures in {path}", soft_wrap=True)
     for line in missed:
         console.print(f"missed: {line}")

@@ -223,7 +223,7 @@ def _difference_notes(table: Table, comparison: Comparison) -> Iterator[str]:
     how = "; ".join(ways)
     yield f"Baseline: {table.baseline}{given}. Pairs are the same samples; {how}."
     yield (
-        f"* adjusted p < 0.05 (Benjamini-Hochberg over {comparison.num_tests} differences) and an interval without "
+        f"* adjusted p < 0.05 (Benjamini-Hochberg over {comparison.num_tests} differences) and no interval that holds "
         f"{1 if table.metric.kind == 'exponential' else 0}."
     )
     yield "Detectable: a difference these samples show with 80 % power at p < 0.05, for the model hardest to tell."

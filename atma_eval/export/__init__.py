@@ -14,7 +14,7 @@ from atma_eval.export.every_eval_ever import every_eval_ever_files
 from atma_eval.export.files import write_files
 from atma_eval.export.lm_eval import lm_eval_files
 from atma_eval.export.tables import check_types, csv_files, parquet_files
-from atma_eval.runs import ModelRows, Run, read_models
+from atma_eval.runs import RECORDS, ModelRows, Run, read_models
 
 # name of a format -> the files it makes of a run: path below the folder, and content
 FORMATS: dict[str, Callable[[list[ModelRows]], Iterator[tuple[str, bytes]]]] = {
@@ -33,6 +33,8 @@ def export_run(run: str | Path, to: str, out: Path) -> tuple[Run, list[Path]]:
     """
     if to not in FORMATS:
         raise UserError(f"unknown format {to!r}", did_you_mean(to, FORMATS))
+    if (out / RECORDS).exists():
+        raise UserError(f"{out} is the folder of a run", "give the export a folder of its own with -o")
     models = read_models([run])
     check_types(row for model in models for row in model.rows)
     files = list(FORMATS[to](models))

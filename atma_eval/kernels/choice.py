@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 Impl = Literal["torch", "triton"]
+MAX_STEPS = 16  # tokens that the kernels with a state in place take at once: a block of one program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +39,22 @@ class Choice:
 PYTORCH = Choice()
 
 
-def choose(impl: str, *, dtype: torch.dtype, head_dim: int, device: torch.device) -> Choice:
+def choose(
+    impl: str, *, dtype: torch.dtype, head_dim: int, device: torch.device, num_taps: tuple[int, ...] = ()
+) -> Choice:
     """Resolve ``--impl``: ``auto`` takes Triton on a GPU where it can, ``triton`` insists.
+
+    ``num_taps`` are the widths of the model's convolutions.
 
     Raises `UserError` with the reason where ``triton`` cannot run.
     """
     if impl == "torch":
         return PYTORCH
     if impl == "auto" and device.type != "cuda":
-        return Choice(because="there is no GPU to run Triton kernels on")
+        return Choice(because=f"the Triton kernels need a GPU, and the device is {device}")
     try:
         from atma_eval.kernels.common_triton import require_supported
+        from atma_eval.kernels.conv_triton import require_taps
         from atma_eval.kernels.delta_triton import fla_refusal
     except ImportError as error:
         if impl == "triton":
@@ -56,6 +62,8 @@ def choose(impl: str, *, dtype: torch.dtype, head_dim: int, device: torch.device
         return Choice(because=f"Triton cannot be imported ({error})")
     try:
         require_supported(dtype, head_dim, device)
+        for taps in num_taps:
+            require_taps(taps)
     except UserError as error:
         if impl == "triton":
             raise

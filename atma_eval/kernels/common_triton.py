@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 import triton
@@ -14,6 +16,9 @@ import triton.language as tl
 from atma_eval.errors import UserError
 from atma_eval.kernels.aot import SHARED_BYTES, Configuration
 from atma_eval.kernels.polar import NORM_FLOOR
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 WIDTHS = range(4, 257, 4)  # those that are no multiple of sixteen, what a tensor core takes, cost as much as the next
@@ -28,6 +33,14 @@ def require_supported(dtype: torch.dtype, width: int, device: torch.device) -> N
     instead = "the torch implementation serves every type, width and device"
     if device.type != "cuda" and isinstance(log1p, triton.JITFunction):
         raise UserError(f"the Triton kernels need a CUDA device, not {device}", instead)
+    if device.type == "cuda" and isinstance(log1p, triton.JITFunction):
+        try:
+            triton.runtime.driver.active.utils  # noqa: B018  # built by the C compiler at its first use
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"Triton cannot reach the driver: {reason}", f"install a C compiler, or: {instead}"
+            ) from None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
         raise UserError(f"the Triton kernels need compute capability 8.0, which {name} has not", instead)
@@ -36,6 +49,17 @@ def require_supported(dtype: torch.dtype, width: int, device: torch.device) -> N
     if width not in WIDTHS:
         allowed = f"multiples of {WIDTHS.step} from {WIDTHS[0]} to {WIDTHS[-1]}"
         raise UserError(f"the Triton kernels do not serve heads of width {width}", f"{allowed}; or: {instead}")
+
+
+def on_its_device(launch: Callable[P, R]) -> Callable[P, R]:
+    """Launch on the device of the first argument: Triton takes the current one, whatever the pointers say."""
+
+    @functools.wraps(launch)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device_of(args[0]):
+            return launch(*args, **kwargs)
+
+    return guarded
 
 
 @functools.cache

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from atma_eval.errors import UserError
 from atma_eval.kernels.aot import Configuration
-from atma_eval.kernels.common_triton import TYPES, WIDTHS, require_supported
+from atma_eval.kernels.choice import MAX_STEPS
+from atma_eval.kernels.common_triton import TYPES, WIDTHS, on_its_device, require_supported
 
-MAX_STEPS = 16
 NUM_STAGES = 3
 MAX_TAPS = 5
-BLOCK_T = 16  # tokens of a program; each reads a few rows again that its neighbour has just fetched
+BLOCK_T = MAX_STEPS  # tokens of a program; each reads a few rows again that its neighbour has just fetched
 
 
 @triton.jit
@@ -119,6 +119,13 @@ def _conv_kernel(
         tl.store(place, last, mask=(s < PAST)[:, None] & inside[None, :])
 
 
+def require_taps(num_taps: int) -> None:
+    """Raise a `UserError` if the kernel does not serve filters of this width."""
+    if not 2 <= num_taps <= MAX_TAPS:
+        raise UserError(f"the convolution kernel takes 2 to {MAX_TAPS} taps, not {num_taps}", "use --impl torch")
+
+
+@on_its_device
 def _launch(
     x: Tensor,
     gates: tuple[Tensor, Tensor] | None,
@@ -131,8 +138,7 @@ def _launch(
     batch, num_tokens, channels = x.shape
     num_taps = weight.shape[-1]
     require_supported(x.dtype, WIDTHS[0], x.device)  # there are no heads here: any width that is served will do
-    if not 2 <= num_taps <= MAX_TAPS:
-        raise UserError(f"the convolution kernel takes 2 to {MAX_TAPS} taps, not {num_taps}", "--impl torch")
+    require_taps(num_taps)
     x = x if x.stride(-1) == 1 else x.contiguous()
     b, c = (g if g.stride(-1) == 1 else g.contiguous() for g in gates) if gates is not None else (x, x)
     y = torch.empty(batch, num_tokens, channels, dtype=x.dtype, device=x.device)

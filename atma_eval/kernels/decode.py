@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from atma_eval.kernels.choice import MAX_STEPS
 from atma_eval.kernels.polar import NORM_FLOOR, PolarOutput, PolarParameters, polar_attention
 from atma_eval.kernels.softmax import softmax_attention
 
-MAX_QUERIES = 16
+MAX_QUERIES = MAX_STEPS
 Impl = Literal["torch", "triton"]
 
 

@@ -32,6 +32,7 @@ from atma_eval.kernels.common_triton import (
     MASKED,
     TYPES,
     log1p,
+    on_its_device,
     require_supported,
     shared_bytes,
     softplus,
@@ -339,6 +340,7 @@ def _check(q: Tensor, keys: Tensor, values: Tensor) -> None:
         raise ValueError(f"queries, keys and values must be {q.dtype} all, and each head in one piece")
 
 
+@on_its_device
 def _launch(
     q: Tensor,
     keys: Tensor,

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from atma_eval.errors import UserError
 from atma_eval.kernels.aot import Configuration
-from atma_eval.kernels.common_triton import TYPES, require_supported
+from atma_eval.kernels.choice import MAX_STEPS
+from atma_eval.kernels.common_triton import TYPES, on_its_device, require_supported
 from atma_eval.kernels.delta import L2_FLOOR
 
-MAX_STEPS = 16
 NUM_STAGES = 3
 FLA_ROOT_EPS = 1e-6  # flash-linear-attention normalises by sqrt(sum x^2 + 1e-6), we by max(sqrt(sum x^2), 1e-12)
 FLA_WIDTH = 256
+FLA_MODULE = "fla.ops.gated_delta_rule"
 
 UNIT_FLOOR = tl.constexpr(L2_FLOOR)
 
@@ -110,6 +111,7 @@ def step_tile(key_width: int, value_width: int) -> tuple[int, int, int]:
     return block_k, min(32, triton.next_power_of_2(value_width)), 8 if block_k > 128 else 4
 
 
+@on_its_device
 def gated_delta_step(
     q: Tensor,
     k: Tensor,
@@ -184,6 +186,10 @@ def fla_refusal(dtype: torch.dtype, width: int, device: torch.device) -> str | N
         return f"flash-linear-attention takes 16-bit inputs, not {dtype}"
     if width > FLA_WIDTH:
         return f"flash-linear-attention takes head widths up to {FLA_WIDTH}, not {width}"
+    try:
+        importlib.import_module(FLA_MODULE)
+    except Exception as error:
+        return f"flash-linear-attention cannot be imported ({error})"
     return None
 
 
@@ -195,7 +201,7 @@ def gated_delta_fla(
     It differs in two ways: lengths are taken as ``sqrt(sum x^2 + 1e-6)`` (`FLA_ROOT_EPS`), and the readout has passed
     through the 16-bit type of the inputs. It is returned in fp32, like the state.
     """
-    fla = importlib.import_module("fla.ops.gated_delta_rule")  # takes seconds, so only here
+    fla = importlib.import_module(FLA_MODULE)  # takes seconds, so only here
     readout, after = fla.chunk_gated_delta_rule(
         q=q.contiguous(),
         k=k.contiguous(),

@@ -23,6 +23,7 @@ from atma_eval.kernels.common_triton import (
     MASKED,
     TYPES,
     log1p,
+    on_its_device,
     require_supported,
     shared_bytes,
     softplus,
@@ -344,6 +345,7 @@ def softmax_prefill(
     return _launch(q, k, v, (None,) * 8, past, offset, window, scale, 0.0, False)
 
 
+@on_its_device
 def _launch(
     q: Tensor,
     k: Tensor,
@@ -375,14 +377,13 @@ def _launch(
     out = q.new_empty(batch, num_queries, num_heads, width)
     group = num_heads // num_kv_heads
     grid = (triton.cdiv(num_queries * group, tile.rows) * batch * num_kv_heads,)
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        _prefill[grid](
-            q, k, v, *pages, out, *results,
-            *q.stride()[:3], k.stride(0), v.stride(0), pages[0].stride(0), pages[2].stride(0),
-            batch, num_kv_heads, group, num_queries, num_new, int(past is not None), page_size, offset, first,
-            NO_WINDOW if window is None else window, int(details), float(scale), float(q2_floor),
-            **_constants(width, tile, softmax=results[0] is None), num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    _prefill[grid](
+        q, k, v, *pages, out, *results,
+        *q.stride()[:3], k.stride(0), v.stride(0), pages[0].stride(0), pages[2].stride(0),
+        batch, num_kv_heads, group, num_queries, num_new, int(past is not None), page_size, offset, first,
+        NO_WINDOW if window is None else window, int(details), float(scale), float(q2_floor),
+        **_constants(width, tile, softmax=results[0] is None), num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return out.transpose(1, 2)
 
 

@@ -6,20 +6,16 @@ lie and shares the past out among programs), many to those that prefill. Both gi
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from atma_eval.kernels.choice import Choice, Impl
+from atma_eval.kernels.choice import MAX_STEPS, Choice, Impl
 from atma_eval.kernels.decode import MAX_QUERIES, polar_decode, softmax_decode
 from atma_eval.kernels.delta import gated_delta
 from atma_eval.kernels.polar import PolarParameters, polar_attention
 from atma_eval.kernels.softmax import softmax_attention
 from atma_eval.state import ConvState, KVState, MemoryState
-
-MAX_STEPS = 16  # tokens that the kernels with a state in place take at once
 
 
 class Core(NamedTuple):
@@ -94,11 +90,6 @@ def _decode(core: Core, q: Tensor, kv: KVState) -> Mixed:
     return out.direction, out.magnitude
 
 
-@functools.lru_cache(maxsize=64)
-def _slots(batch: int, device: torch.device) -> Tensor:
-    return torch.arange(batch, device=device)
-
-
 def advance_conv(
     x: Tensor,
     weight: Tensor,
@@ -118,7 +109,7 @@ def advance_conv(
         return conv_prefill(x, weight, gates=gates, residual=residual)[0]
     inputs = states[name].own() if x.shape[1] <= MAX_STEPS else states[name].inputs
     if inputs is not None and x.shape[1] <= MAX_STEPS:
-        return conv_step(x, weight, inputs, _slots(x.shape[0], x.device), gates=gates, residual=residual)
+        return conv_step(x, weight, inputs, gates=gates, residual=residual)
     y, inputs = conv_prefill(x, weight, inputs, gates=gates, residual=residual)
     states[name] = ConvState(inputs)
     return y
@@ -152,7 +143,7 @@ def advance_memory(
         assert memory is not None
         table = memory.own()
         assert table is not None
-        return gated_delta_step(q, k, v, gamma_logit, beta_logit, table, _slots(q.shape[0], q.device))
+        return gated_delta_step(q, k, v, gamma_logit, beta_logit, table)
     group = q.shape[2] // k.shape[2]
     inputs = (q, k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2), gamma_logit, beta_logit)
     if choice.memory_prefill == "fla":

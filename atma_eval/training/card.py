@@ -150,7 +150,7 @@ held-out text of the given length follows, then `#4821=` asks. Exact means all f
 {table}
 
 Held-out loss over {measured.loss_bytes:,} bytes of `stdlib` ({where}):
-**{loss}, {beats} the {measured.trigram_loss:.4f} of an
+**{loss}, {beats} the {measured.trigram_loss:.4f} nats of an
 interpolated byte trigram fitted on the training text.
 """
 
