@@ -21,7 +21,7 @@ from atma_eval.commands.export import export
 from atma_eval.commands.importing import import_logs
 from atma_eval.commands.plot import plot
 from atma_eval.commands.report import report
-from atma_eval.console import plain_console, say, wide_console
+from atma_eval.console import refuse, say, wide_console
 from atma_eval.errors import UserError
 
 EXIT_FAILED_CELLS, EXIT_INTERRUPTED = 1, 130  # bad input is 2
@@ -472,8 +472,4 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except UserError as error:
-        console = plain_console(stderr=True, soft_wrap=True)
-        console.print(f"error: {error.message}", style="red")
-        if error.hint:
-            console.print(f"hint: {error.hint}")
-        sys.exit(error.exit_code)
+        refuse(error)

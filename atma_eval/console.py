@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, NoReturn
 
 from rich.console import Console
+
+from atma_eval.errors import UserError
 
 WIDTH = 100  # of a table that goes to a file or a pipe
 
@@ -22,3 +25,12 @@ def wide_console() -> Console:
 def say(text: str) -> None:
     """A sentence beside the data: on standard error, dim, never broken."""
     plain_console(stderr=True, soft_wrap=True).print(text, style="dim")
+
+
+def refuse(error: UserError) -> NoReturn:
+    """What was wrong and the hint, two short lines on standard error; ends the process with the error's exit code."""
+    console = plain_console(stderr=True, soft_wrap=True)
+    console.print(f"error: {error.message}", style="red")
+    if error.hint:
+        console.print(f"hint: {error.hint}")
+    sys.exit(error.exit_code)

@@ -116,7 +116,7 @@ else:
     from triton.runtime.interpreter import interpreter_builder
 
     from atma_eval.kernels import decode_triton
-    from atma_eval.kernels.decode_triton import plan_splits, split_tile
+    from atma_eval.kernels.decode_plan import plan_splits, split_tile
 
     pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import typer
 
 from atma_eval.bench.cpu import cpu
 from atma_eval.bench.gpu import gpu
-from atma_eval.console import plain_console
+from atma_eval.console import refuse
 from atma_eval.errors import UserError
 
 app = typer.Typer(
@@ -27,11 +25,7 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        console = plain_console(stderr=True, soft_wrap=True)
-        console.print(f"error: {error.message}", style="red")
-        if error.hint:
-            console.print(f"hint: {error.hint}")
-        sys.exit(error.exit_code)
+        refuse(error)
 
 
 if __name__ == "__main__":

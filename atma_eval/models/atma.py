@@ -53,15 +53,19 @@ class DepthwiseConv(nn.Module):
 
     def gated(self, b: Tensor, c: Tensor, u: Tensor, states: dict[str, ConvState] | None, name: str) -> Tensor:
         """``c * conv(b * u)`` of the short-convolution block; advances the state called ``name``."""
-        if self.impl == "triton" and not (states is None and torch.is_grad_enabled()):
+        if self._by_kernel(states):
             return advance_conv(u, self.weight, states, name, gates=(b, c))
         return c * self._advance(b * u, states, name)
 
     def residual(self, x: Tensor, states: dict[str, ConvState] | None, name: str) -> Tensor:
         """``x + conv(x)``, the canon form; advances the state called ``name``."""
-        if self.impl == "triton" and not (states is None and torch.is_grad_enabled()):
+        if self._by_kernel(states):
             return advance_conv(x, self.weight, states, name, residual=True)
         return x + self._advance(x, states, name)
+
+    def _by_kernel(self, states: dict[str, ConvState] | None) -> bool:
+        """The kernels go forward only: a whole sequence with gradients is PyTorch's."""
+        return self.impl == "triton" and not (states is None and torch.is_grad_enabled())
 
     def _advance(self, x: Tensor, states: dict[str, ConvState] | None, name: str) -> Tensor:
         y, inputs = causal_conv(x, self.weight, states[name].inputs if states is not None else None)
