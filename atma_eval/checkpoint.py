@@ -1,8 +1,9 @@
 """Open a model: find it by name, check it without torch, load it strictly, and know it by its fingerprint.
 
 A name is a bundled checkpoint, a folder (ours: ``config.json`` + ``weights.safetensors``; the ATMA authors':
-``config.json`` + ``weights.pt``), or ``random:CONFIG.json`` for random weights of a given shape. Nothing from a
-checkpoint is executed: safetensors first, and pickles only with torch's weights-only reader.
+``config.json`` + ``weights.pt``; that of a training run: ``config.json`` + ``last.pt``), or ``random:CONFIG.json``
+for random weights of a given shape. Nothing from a checkpoint is executed: safetensors first, and pickles only with
+torch's weights-only reader.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from atma_eval.models.atma import Atma
 
 RANDOM_SEED = 0
+WEIGHT_FILES = ("weights.safetensors", "weights.pt", "last.pt")  # the last: a training run that is under way
 SMALL_MODEL = 20_000_000  # parameters
 RESTART_FILE = re.compile(r"-step-\d+\.pt$")
 
@@ -73,7 +75,7 @@ def find_model(spec: ModelSpec) -> ModelSource:
     else:
         path, label = _find_folder(name)
         config = _read_config(path / "config.json")
-        weights = next((path / n for n in ("weights.safetensors", "weights.pt") if (path / n).is_file()), None)
+        weights = next((path / name for name in WEIGHT_FILES if (path / name).is_file()), None)
         if weights is None:
             _refuse_restart_folder(path)
             raise UserError(f"{path} has no weights", "expected weights.safetensors, or the authors' weights.pt")

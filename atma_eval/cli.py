@@ -187,10 +187,15 @@ def train(
     dtype: Dtype = "auto",
     save_dtype: Annotated[str, typer.Option(help="Type of the written weights: fp32, bf16.", metavar="TYPE")] = "fp32",
     threads: Annotated[int, typer.Option(help="CPU threads; another number may change the last bits.")] = 1,
+    trials: Annotated[
+        int, typer.Option(help="Recall trials of the model card at gaps up to 4,096; 0 measures none.", metavar="N")
+    ] = 100,
+    long_trials: Annotated[int, typer.Option(help="Recall trials at longer gaps.", metavar="N")] = 20,
     quiet: Quiet = False,
 ) -> None:
     """Train a checkpoint from a recipe. Repeating a command continues an interrupted run, on a CPU to equal bits.
 
+    The folder of the resumable state is one that --model takes: a run that is under way can be evaluated.
     Several GPUs or processes: torchrun --nproc-per-node N -m atma_eval.training RECIPE
     """
     from atma_eval.training.run import TrainSpec, train
@@ -204,12 +209,13 @@ def train(
         dtype=dtype,
         save_dtype=save_dtype,
         threads=threads,
+        trials=trials,
+        long_trials=long_trials,
         quiet=quiet,
     )
     try:
         train(spec)
     except KeyboardInterrupt:
-        say("interrupted; the last checkpoint is kept, and the same command goes on from it")
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

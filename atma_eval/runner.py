@@ -138,6 +138,9 @@ def run(cells: list[Cell], events: Events, directory: RunDirectory) -> RunResult
                 f"{cell.spec.task.name}: {cell.text.num_too_short} documents of {cell.text_manifest['source']} are too "
                 f"short for these lengths and left out; {len(cell.text.documents)} are used"
             )
+        if cell.keys <= directory.keys:  # nothing to compute, and nothing to load
+            events.on_tokens(cell.account.computed_tokens)
+            continue
         if at != (cell.source.label, cell.spec.window):
             loaded = None  # free the last model before the next is loaded
             gc.collect()

@@ -143,7 +143,7 @@ def open_text(name: str) -> TextSource:
     elif path.is_file():
         documents = _jsonl(path) if path.suffix in (".jsonl", ".ndjson") else (read_document(path, path.name),)
     else:
-        raise UserError(f"no text at {name!r}", "--text takes stdlib, a file, a folder, or a .jsonl with a text field")
+        raise UserError(f"no text at {name!r}", "a text is stdlib, a file, a folder, or a .jsonl with a text field")
     documents = tuple(d for d in documents if d.data)
     if not documents:
         raise UserError(f"{name} is empty", "give a text with something in it, or --text stdlib")

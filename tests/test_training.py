@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -12,15 +13,30 @@ import yaml
 from conftest import ROOT
 from safetensors.torch import load_file
 
-from atma_eval.errors import UserError
-from atma_eval.kernels.polar import PolarParameters, polar_reference, polar_training
+from atma_eval.errors import ComputationError, UserError
+from atma_eval.kernels.polar import (
+    TRAINING_ROWS,
+    TRAINING_ROWS_GPU,
+    PolarParameters,
+    _RowSums,
+    polar_reference,
+    polar_training,
+)
 from atma_eval.models.atma import Atma
 from atma_eval.models.config import AtmaConfig
 from atma_eval.text import Document, stdlib_held_out, stdlib_training
 from atma_eval.tokenizer import ByteTokenizer
-from atma_eval.training.card import LOSS_BYTES, Measured, Recall, measure_loss, measure_recall, model_card
+from atma_eval.training.card import (
+    LOSS_BYTES,
+    Measured,
+    Recall,
+    loss_table,
+    measure_loss,
+    measure_recall,
+    model_card,
+)
 from atma_eval.training.data import draw_batch
-from atma_eval.training.loop import Trainer
+from atma_eval.training.loop import Step, Trainer
 from atma_eval.training.recipe import read_recipe, recipe_from_dict, recipe_of
 from atma_eval.training.sources import Corpus
 from atma_eval.training.synthetic import RECORD_BYTES, VALUE_DIGITS
@@ -64,10 +80,18 @@ def test_a_tiny_recipe_learns(tmp_path, corpus):
     first = trainer.train_step()[0]
     lines = []
     trainer.run(on_log=lambda logged: lines.append(logged.line()))
-    assert trainer.final["loss"] < first - 1
+    assert trainer.history[-1][1].loss < first - 1
     assert lines[-1].startswith("step 30/30  length 96  loss ")
     assert lines[-1].endswith(" tokens/s  0:00:00 left")
     assert [row[0] for row in trainer.history] == [20, 30]
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1e-9])
+def test_a_clip_of_zero_clips_nothing(tmp_path, corpus, clip_norm):
+    trainer = Trainer(tiny(clip_norm=clip_norm, optimizer="muon"), corpus, tmp_path)
+    trainer.train_step()
+    norms = torch.stack([p.grad.norm() for p in trainer.model.parameters()])
+    assert (norms.norm() > 1e-3) == (clip_norm == 0)
 
 
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(tmp_path, corpus):
@@ -79,15 +103,26 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(tmp_path, corpus)
     assert rest.step == 13
     rest.run()
     assert rest.step == whole.step == 30
+    assert rest.history == whole.history
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, rest.model.state_dict()[name]), name
     assert not list(tmp_path.glob("*/*.partial"))
 
 
-def test_another_recipe_does_not_resume(tmp_path, corpus):
+def test_another_recipe_or_arithmetic_does_not_resume(tmp_path, corpus):
     Trainer(tiny(), corpus, tmp_path).run(until=1)
     with pytest.raises(UserError, match="differs in learning_rate"):
         Trainer(tiny(learning_rate=0.02), corpus, tmp_path).resume()
+    with pytest.raises(UserError, match=r"trained in float32, and this run is in bfloat16(.|\n)*--dtype float32"):
+        Trainer(tiny(), corpus, tmp_path, dtype=torch.bfloat16).resume()
+
+
+def test_what_bears_on_no_weight_may_change_in_the_middle_of_a_run(tmp_path, corpus):
+    Trainer(tiny(), corpus, tmp_path).run(until=1)
+    trainer = Trainer(tiny(microbatch_tokens=128, checkpoint_every=7, log_every=3), corpus, tmp_path)
+    assert trainer.resume()
+    trainer.run(until=4)
+    assert [step for step, _ in trainer.history] == [3]
 
 
 def test_other_text_or_a_damaged_file_does_not_resume(tmp_path, corpus):
@@ -104,12 +139,56 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path, corp
     trainer.run(until=5)
     with torch.no_grad():
         trainer.model.norm.weight[0] = torch.nan
-    with pytest.raises(UserError, match="loss is nan at step 5"):
+    with pytest.raises(ComputationError, match=r"loss is nan at step 5; the weights before are in .*last\.pt"):
         trainer.run()
     kept = Trainer(tiny(), corpus, tmp_path)
     assert kept.resume()
     assert kept.step == 5
     assert all(weight.isfinite().all() for weight in kept.model.state_dict().values())
+
+
+def test_a_loss_that_is_not_finite_before_anything_was_saved(tmp_path, corpus):
+    trainer = Trainer(tiny(), corpus, tmp_path)
+    trainer.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(ComputationError, match="loss is nan at step 0; nothing was saved yet"):
+        trainer.run()
+
+
+def test_memory_that_runs_out_is_an_error_with_a_hint(tmp_path, corpus, monkeypatch):
+    trainer = Trainer(tiny(), corpus, tmp_path)
+
+    def full():
+        raise torch.OutOfMemoryError("tried to allocate 1 GiB\nand more")
+
+    monkeypatch.setattr(trainer, "train_step", full)
+    with pytest.raises(ComputationError, match=r"out of memory on cpu at step 0: tried(.|\n)*lower microbatch_tokens"):
+        trainer.run()
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(tmp_path, corpus, monkeypatch):
+    trainer = Trainer(tiny(), corpus, tmp_path)
+    trainer.run(until=1)
+    save = torch.save
+
+    def cut_short(held, path):
+        save(held, path)
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    monkeypatch.setattr(torch, "save", cut_short)
+    with pytest.raises(
+        UserError, match=r"cannot write .*last\.pt: PytorchStreamWriter(.|\n)*keeps the last checkpoint"
+    ):
+        trainer.run(until=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "last.pt"]
+    rest = Trainer(tiny(), corpus, tmp_path)
+    assert rest.resume()
+    assert rest.step == 1
+
+
+def test_a_file_of_somebody_elses_does_not_resume(tmp_path, corpus):
+    torch.save({"model": {}}, tmp_path / "last.pt")
+    with pytest.raises(UserError, match="no checkpoint of this version's training"):
+        Trainer(tiny(), corpus, tmp_path).resume()
 
 
 def test_a_gradient_that_is_not_finite_does_not_reach_the_weights(tmp_path, corpus):
@@ -123,11 +202,13 @@ def test_a_gradient_that_is_not_finite_does_not_reach_the_weights(tmp_path, corp
 
 def test_the_learning_rate_warms_up_and_decays():
     recipe = tiny()
+    recipe_of_three = tiny(stages=[{"length": 64, "tokens_per_step": 64, "steps": 3, "mixture": {"plain": 1}}])
     rates = [recipe.learning_rate_at(step) for step in range(recipe.num_steps)]
     assert rates[0] == pytest.approx(0.01 / 3)
     assert rates[2:21] == [0.01] * 19
     assert rates[-1] == pytest.approx(0.001 + 0.009 / 10)
     assert rates[20:] == sorted(rates[20:], reverse=True)
+    assert max(recipe_of_three.learning_rate_at(s) for s in range(3)) < 0.01
     assert recipe.stage_at(19).length == 64
     assert recipe.stage_at(20).length == 96
     assert recipe.num_tokens == 20 * 256 + 10 * 192
@@ -142,6 +223,11 @@ def test_the_learning_rate_warms_up_and_decays():
         ({"model": {"vocab_size": 257, "heads": 4}}, ["heads"]),
         ({"stages": []}, ["stages"]),
         ({"model": {**yaml.safe_load(TINY)["model"], "training_length": 128}}, ["training_length is 128", "length 96"]),
+        ({"stages": [{"length": 64, "tokens_per_step": 64, "steps": 0, "mixture": {"plain": 1}}]}, ["steps is 0"]),
+        (
+            {"stages": [{"length": 64, "tokens_per_step": 64, "steps": 1, "mixture": {"plain": math.inf}}]},
+            ["the share of plain is inf"],
+        ),
         ({"stages": [{"length": 64, "tokens_per_step": 100, "steps": 1, "mixture": {"plain": 1}}]}, ["not a multiple"]),
         (
             {"stages": [{"length": 64, "tokens_per_step": 64, "steps": 1, "mixture": {"recods": 1}}]},
@@ -170,9 +256,9 @@ def test_weights_sit_on_the_value_digits_of_queries_alone(kind, corpus):
         assert batch.inputs.shape == batch.targets.shape == (3, length)
         assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
         weights = batch.weights(7.0)
-        assert torch.equal(weights == 7.0, batch.values)
+        assert torch.equal(weights == 7.0, batch.is_value)
         assert set(weights.unique().tolist()) <= {1.0, 7.0}
-        for inputs, targets, values in zip(batch.inputs, batch.targets, batch.values, strict=True):
+        for inputs, targets, is_value in zip(*batch, strict=True):
             tokens = [*inputs.tolist(), targets[-1].item()]
             assert tokens[0] == DOCUMENT_START
             written = bytes(t if t != DOCUMENT_START else 0 for t in tokens)
@@ -185,7 +271,7 @@ def test_weights_sit_on_the_value_digits_of_queries_alone(kind, corpus):
                         expected[at + 5 : at + 5 + VALUE_DIGITS] = True  # target t is token t + 1
                         asked += 1
                     seen.add(segment[:11])
-            assert np.array_equal(values.numpy(), expected)
+            assert np.array_equal(is_value.numpy(), expected)
             assert len({s[:5] for s in seen}) == len(seen)
             assert {"plain": asked == 0, "single": asked == 1 == len(seen), "several": asked == len(seen) >= 2}.get(
                 kind, asked >= len(seen) >= 1
@@ -222,38 +308,79 @@ def test_the_training_path_of_polar_attention(window):
     assert torch.autograd.gradcheck(outputs, (q, k, v, *parameters))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # on any but the CPU the blocks are those of a GPU
+@pytest.mark.parametrize("group", [1, 4])
+def test_training_holds_no_square_of_weights(device, group):
+    length = 2048
+    q, k = torch.empty(1, length, group, 16, device=device), torch.empty(1, length, 16, device=device)
+    sizes = [scores.numel() for *_, scores in _RowSums._blocks(q, k, None)]
+    assert max(sizes) <= length * (TRAINING_ROWS if device == "cpu" else TRAINING_ROWS_GPU) < length * length * group
+
+
 def test_the_trigram_is_a_distribution_and_knows_its_text():
     text = b"the cat sat on the mat; the rat sat on the cat. " * 30
     trigram = ByteTrigram([Document(str(i), text) for i in range(25)])
     total = sum(np.exp(-trigram.nll(b"th" + bytes([c])))[0] for c in range(256))
     assert total == pytest.approx(1.0, abs=1e-9)
+    alone = ByteTrigram([Document("0", text * 25)])
+    assert alone.nll(text).mean() == pytest.approx(trigram.nll(text).mean(), abs=0.05)
     assert trigram.nll(text).mean() < 0.5 < 4 < trigram.nll(bytes(range(128, 200))).mean()
+
+
+HISTORY = [(20, Step(1.5, 1.6, 0.5, math.nan)), (30, Step(1.0, 1.2, 0.9, math.nan))]
+
+
+def a_card(recipe, **changes):
+    measured = {"recall": (), "loss": 1.5, "trigram_loss": 2.0, "loss_bytes": 1000, "num_documents": 20}
+    return model_card(
+        name="tiny",
+        recipe=recipe,
+        command="atma-eval train tiny.yaml --out tiny",
+        num_parameters=12345,
+        data="`spam`",
+        measured=Measured(**{**measured, **changes}),
+        history=HISTORY,
+        seconds=61.0,
+        machine="an abacus",
+        dtype="float32",
+        commit="0123abc",
+    )
 
 
 def test_the_card_says_what_was_measured(tmp_path):
     recipe = tiny()
     recall = Recall(gap=4096, num_trials=100, num_exact=97, digit_accuracy=0.99)
-    card = model_card(
-        name="tiny",
-        recipe=recipe,
-        command="atma-eval train tiny.yaml --out tiny",
-        model=Atma(recipe.model),
-        data="`spam`",
-        num_held_out=20,
-        measured=Measured(recall=(recall,), loss=1.5, trigram_loss=2.0, loss_bytes=1000),
-        final={"loss": 1.0, "other": 1.2, "values": 0.9, "steps": 10.0},
-        seconds=61.0,
-        machine="an abacus",
-        commit="0123abc",
-    )
+    card = a_card(recipe, recall=(recall,))
     assert card.startswith("# tiny\n")
-    assert "| 4,096 | 42.6667 | 100 | 0.970 | 0.915 to 0.990 | 0.990 |" in card
-    assert "**1.5000 nats per byte** (2.1640 bits), below the 2.0000" in card
-    assert "atma-eval train tiny.yaml --out tiny" in card
-    assert "1 minutes on an abacus" in card
-    assert "commit 0123abc" in card
+    for words in (
+        "12,345 parameters",
+        "| 4,096 | 42.6667 | 100 | 0.970 | 0.915 to 0.990 | 0.990 |",
+        "**1.5000 nats per byte** (2.1640 bits), below the 2.0000",
+        "atma-eval train tiny.yaml --out tiny",
+        "1 minutes on an abacus, in float32",
+        "commit 0123abc",
+        "weighted loss 1.0000, other tokens 1.2000, digits right 0.9000",
+        "Records are planted",
+        "a toy",
+    ):
+        assert words in card
     (tmp_path / "README.md").write_text(card)
     assert recipe_of(tmp_path) == recipe
+
+
+def test_the_card_of_a_model_that_saw_no_records_does_not_speak_of_them():
+    plain = [{"length": 64, "tokens_per_step": 64, "steps": 1, "mixture": {"plain": 1}}]
+    card = a_card(tiny(stages=plain, data="book.txt"))
+    assert not [w for w in ("ecord", "ecall", "digits", "toy", "narrow") if w in card]
+    assert "1,000 bytes of `stdlib`, none of its own text" in card
+    assert "\n\n\n" not in card
+
+
+def test_the_loss_by_step_is_a_table():
+    lines = loss_table([*HISTORY, (40, Step(0.5, 0.6, math.nan, 1e-9))]).splitlines()
+    assert lines[0] == "step,loss,text,recall,distractor"
+    assert lines[1] == "20,1.5,1.6,0.5,"
+    assert lines[3] == "40,0.5,0.6,,1e-09"
 
 
 @pytest.fixture(scope="module")
@@ -306,3 +433,13 @@ def test_a_recipe_may_change_another(tmp_path):
     (tmp_path / "own.yaml").write_text("base: absent.yaml\n")
     with pytest.raises(UserError, match=r"absent\.yaml"):
         read_recipe(tmp_path / "own.yaml")
+    (tmp_path / "base.yaml").write_text(TINY + "sed: 4\n")
+    (tmp_path / "own.yaml").write_text("base: base.yaml\nseed: 7\n")
+    with pytest.raises(UserError, match=r"base\.yaml: unknown field 'sed'"):
+        read_recipe(tmp_path / "own.yaml")
+
+
+def test_what_a_recipe_leaves_open_is_filled_in():
+    made = tiny()
+    assert (made.model.training_length, made.model.tokenizer) == (96, "byte")
+    assert recipe_from_dict(made.to_dict(), "again") == made

@@ -16,7 +16,7 @@ from test_training import TINY, tiny
 from atma_eval.errors import UserError
 from atma_eval.models.atma import Atma
 from atma_eval.text import Document
-from atma_eval.training.flops import flops_per_token, mfu, peak_flops
+from atma_eval.training.flops import flops_per_token, mfu, mfu_formula, peak_flops
 from atma_eval.training.loop import Trainer
 from atma_eval.training.optim import make_optimizers
 from atma_eval.training.recipe import find_recipe, read_recipe, recipe_from_dict
@@ -77,7 +77,7 @@ def test_the_first_step_of_muon_is_orthogonal(tmp_path):
 def test_a_tiny_model_learns_with_muon_and_its_convolutions_live(tmp_path):
     start = Atma(tiny().model).init_weights(tiny().seed).state_dict()
     trainer = trained(tmp_path, 20, optimizer="muon", log_every=5)
-    losses = [row[1] for row in trainer.history]
+    losses = [mean.loss for _, mean in trainer.history]
     assert losses[-1] < losses[0] - 1
     for name in ("blocks.0.attn.in_proj.weight", "blocks.0.attn.out_proj.weight", "blocks.0.attn.conv.weight"):
         assert start[name].abs().sum() > 0
@@ -99,14 +99,15 @@ def test_microbatches_give_the_mean_of_the_whole_step(tmp_path):
     whole = trained(tmp_path / "whole", 25, **changes)
     cut = trained(tmp_path / "cut", 25, microbatch_tokens=128, **changes)
     assert largest_difference(whole, cut) < 1e-10
-    assert cut.final == pytest.approx(whole.final, rel=1e-10)
+    assert cut.history[-1][1] == pytest.approx(whole.history[-1][1], rel=1e-10)
 
 
 def test_bf16_arithmetic_keeps_fp32_weights(tmp_path):
     wide, narrow = trained(tmp_path / "a", 20), trained(tmp_path / "b", 20, dtype=torch.bfloat16)
     assert {p.dtype for p in narrow.model.parameters()} == {torch.float32}
-    assert narrow.final["loss"] == pytest.approx(wide.final["loss"], abs=0.1)
-    assert narrow.final["loss"] != wide.final["loss"]
+    (_, theirs), (_, ours) = wide.history[-1], narrow.history[-1]
+    assert ours.loss == pytest.approx(theirs.loss, abs=0.1)
+    assert ours.loss != theirs.loss
 
 
 @pytest.mark.parametrize("core", ["polar", "nope", "rope"])
@@ -114,12 +115,10 @@ def test_the_distractor_loss_falls(tmp_path, core):
     model = {**yaml.safe_load(TINY)["model"], "attn_type": core}
     recipe = {"model": model, "num_random_keys": 24, "distractor_weight": 20.0, "log_every": 5}
     trainer = trained(tmp_path, 20, **recipe)
-    losses = [row[4] for row in trainer.history]
+    losses = [mean.distractor for _, mean in trainer.history]
     assert losses[-1] < 0.9 * losses[0]
-    assert trainer.final["distractor"] == losses[-1]
-    plain = trained(tmp_path / "plain", 1, model=model)
-    assert np.isnan(plain.history[-1][4])
-    assert "distractor" not in plain.final
+    plain = trained(tmp_path / "plain", 1, model=model, log_every=1)
+    assert np.isnan(plain.history[-1][1].distractor)
 
 
 # -- speed ---------------------------------------------------------------------------------------------------------
@@ -129,9 +128,11 @@ def test_flops_utilisation():
     assert flops_per_token(378_220_864, 16, 1024, 2048) == 6 * 378_220_864 + 12 * 16 * 1024 * 2048
     names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "Tesla T4": 65e12}
     names |= {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H200": 989e12, "NVIDIA A1000": None, "cpu": None}
+    names |= {"NVIDIA H100 PCIe": None, "NVIDIA A100-PCIE-40GB": 312e12}
     assert {name: peak_flops(name) for name in names} == names
     assert mfu(1000.0, 10**12, 1e16, 2) == 0.05
     assert mfu(1000.0, 10**12, None) is None
+    assert mfu_formula(989e12, 8).endswith("(8 x 989 TFLOP/s, dense 16-bit)")
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ def test_two_processes_equal_one(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("step 10/12") == 1  # one rank speaks
+    assert done.stderr.count("stopped at step 10") == 1  # one rank speaks
     assert done.stderr.count("left: []") == 2  # a thread of the group that outlives it may kill the process at its end
     recipe = recipe_from_dict({**yaml.safe_load(TINY), **changes}, "tiny")
     one = Trainer(recipe, Corpus([Document("text.txt", TEXT)], name="text.txt"), tmp_path / "one", dtype=torch.float64)
@@ -165,7 +166,18 @@ def test_two_processes_equal_one(tmp_path):
     assert two.resume()
     assert two.step == 10
     assert largest_difference(one, two) < 1e-10
-    assert two.final == pytest.approx(one.final, rel=1e-10)
+    assert len(two.recent) == len(one.recent) == 10
+    for theirs, ours in zip(two.recent, one.recent, strict=True):
+        assert theirs == pytest.approx(ours, rel=1e-10)
+
+
+def test_several_processes_that_torchrun_did_not_start(tmp_path):
+    environment = {**os.environ, "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "atma_eval.training", "atma"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "WORLD_SIZE is 2, but RANK" in done.stderr
+    assert "hint: start several processes by torchrun" in done.stderr
 
 
 def test_ranks_must_share_out_the_sequences(tmp_path, monkeypatch):
@@ -209,6 +221,6 @@ def test_a_step_of_the_canonical_recipe_shrunk(tmp_path):
     before = {name: w.clone() for name, w in trainer.model.state_dict().items()}
     step = trainer.train_step()
     assert step.loss == pytest.approx(np.log(50304), abs=1.5)
-    assert np.isnan(step.values)
+    assert np.isnan(step.recall)
     changed = [name for name, w in trainer.model.state_dict().items() if not torch.equal(w, before[name])]
     assert len(changed) == len(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -51,7 +52,13 @@ def quick(recipe="small.yaml", **options):
 def test_a_recipe_becomes_a_checkpoint_folder(folder):
     assert str(quick()) == "models/small"
     out = folder / "models/small"
-    assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "loss.png", "weights.safetensors"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "README.md",
+        "config.json",
+        "loss.csv",
+        "loss.png",
+        "weights.safetensors",
+    ]
     model = Atma(AtmaConfig.from_dict(json.loads((out / "config.json").read_text())))
     model.load_state_dict(load_file(out / "weights.safetensors"))
     kept = torch.load(folder / "runs/small/last.pt")
@@ -126,8 +133,67 @@ def test_control_c_keeps_the_checkpoint(folder, monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", interrupted)
     result = call("small.yaml")
     assert result.exit_code == 130
+    assert "interrupted at step 7" in result.output
     assert "the same command goes on" in result.output
     assert torch.load(folder / "runs/small/last.pt")["step"] == 5
+    model = load_model(find_model(ModelSpec(name="runs/small")), "train").model  # a run that is under way
+    assert model.config.hidden_size == 16
+
+
+def test_control_c_before_a_checkpoint_says_so(folder, monkeypatch):
+    monkeypatch.setattr(Trainer, "train_step", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    result = call("small.yaml")
+    assert result.exit_code == 130
+    assert "interrupted at step 0; no checkpoint was written yet" in result.output
+    assert not (folder / "runs").exists()
+
+
+def test_a_second_run_in_the_same_work_folder_is_refused(folder, monkeypatch):
+    inside = []
+
+    def nested(self, *arguments, **options):
+        with pytest.raises(UserError, match="another training run is writing to runs/small"):
+            quick()
+        inside.append(self.step)
+
+    monkeypatch.setattr(Trainer, "run", nested)
+    assert quick(stop_after=3) is None
+    assert inside == [0]
+
+
+def test_a_folder_that_was_cut_short_is_written_again(folder, monkeypatch):
+    from pathlib import Path
+
+    write = Path.write_bytes
+
+    def full(self, content):
+        if self.name.startswith("weights"):
+            raise OSError(28, "No space left on device")
+        return write(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        quick()
+    assert not (folder / "models/small/weights.safetensors").exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("atma_eval.training.card.LOSS_BYTES", 300)
+    quick()
+    assert (folder / "models/small/weights.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "start", [["-c", "from atma_eval.cli import main; main()", "train"], ["-m", "atma_eval.training"]]
+)
+def test_a_loss_that_is_not_finite_ends_with_one_whatever_started_it(folder, start):
+    (folder / "wild.yaml").write_text("base: small.yaml\nlearning_rate: 1.0e+30\nwarmup_steps: 0\n")
+    done = subprocess.run(
+        [sys.executable, *start, "wild.yaml"],
+        cwd=folder, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "error: the loss is nan at step 1; nothing was saved yet" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_another_recipes_folder_is_refused_before_training(folder):
@@ -147,6 +213,9 @@ def test_another_recipes_folder_is_refused_before_training(folder):
         (["swaa"], ["no recipe 'swaa'", "did you mean swa"]),
         (["small.yaml", "--stop-after", "0"], ["--stop-after is 0"]),
         (["small.yaml", "--threads", "0"], ["--threads is 0"]),
+        (["small.yaml", "--trials", "-1"], ["--trials is -1"]),
+        (["small.yaml", "--out", "text.txt/x"], ["text.txt/x cannot be a folder", "text.txt is a file"]),
+        (["small.yaml", "--work", "text.txt"], ["text.txt cannot be a folder"]),
         (["small.yaml", "--device", "gpu"], ["unknown device 'gpu'"]),
         (["small.yaml", "--dtype", "bf8"], ["unknown dtype 'bf8'"]),
         (["small.yaml", "--save-dtype", "fp16"], ["--save-dtype is fp16", "allowed: fp32, bf16"]),
@@ -193,13 +262,13 @@ def test_a_terminal_gets_a_bar(folder, monkeypatch):
     assert "stopped at step 5" in consoles[-1].export_text()
     with progress.TrainingProgress(1000, 100) as shown:
         shown.tokens(300)
-        mean = Step(loss=1.5, other=1.25, values=0.75, distractor=float("nan"))
+        mean = Step(loss=1.5, text=1.25, recall=0.75, distractor=float("nan"))
         speed = {"tokens_per_s": 1234.0, "mfu": 0.425, "left_s": 3700.0}
         shown.report(Logged(step=4, num_steps=9, length=64, mean=mean, **speed))
         shown._bar.refresh()
         text = consoles[-1].export_text()
     assert " 40 %" in text
-    figures = "loss 1.5000  other 1.2500  values right 0.750  1,234 tokens/s  MFU 42.5 %  1:01:40 left"
+    figures = "loss 1.5000  text 1.2500  recall 0.750  1,234 tokens/s  MFU 42.5 %  1:01:40 left"
     assert f"step 4/9  length 64  {figures}" in text
 
 
@@ -216,8 +285,11 @@ def test_every_bundled_recipe_of_the_study_differs_in_its_model_alone():
             own |= {"num_random_keys": recipe.num_random_keys, "distractor_weight": recipe.distractor_weight}
         if name.endswith("-long"):
             short = read_recipe(find_recipe(name.removesuffix("-long")))
-            assert recipe.model == short.model and recipe.stages[:2] == base.stages[:2]
-            own["stages"] = (*base.stages[:2], dataclasses.replace(base.stages[2], steps=3 * base.stages[2].steps))
+            stage = 0 if name == "delta-long" else 2
+            assert recipe.model == short.model
+            stages = list(base.stages)
+            stages[stage] = dataclasses.replace(stages[stage], steps=3 * stages[stage].steps)
+            own["stages"] = tuple(stages)
         if name.endswith("-s1"):
             assert recipe.model == read_recipe(find_recipe(name.removesuffix("-s1"))).model
             own["seed"] = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -66,8 +67,9 @@ def test_a_step_takes_shards_where_the_last_one_stopped(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """`datasets.load_dataset` gives three rows, and counts what was asked."""
+    """`datasets.load_dataset` gives three rows, and counts what was asked; the hub knows the commit."""
     import datasets
+    import huggingface_hub
 
     asked = []
 
@@ -77,6 +79,8 @@ def hub(monkeypatch):
         return rows.to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    of = lambda self, name, revision: SimpleNamespace(sha=revision or "c0ffee")  # noqa: E731
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", of)
     return asked
 
 
@@ -86,7 +90,7 @@ STREAM = {"dataset": "owner/set", "name": "sample", "split": "train", "column": 
 def test_a_streamed_set_goes_on_where_it_was(hub, tmp_path):
     made = recipe(data=STREAM, model={"tokenizer": "byte"})
     source = open_source(made)
-    options = {"split": "train", "revision": None, "streaming": True}
+    options = {"split": "train", "revision": "c0ffee", "streaming": True}
     assert hub == [(("owner/set", "sample"), options)]
     everything = np.concatenate([[256, *text.encode()] for text in ("spam " * 5, "eggs " * 30, "ham " * 9)] * 9)
     assert source.window(RNG, 40, 10).tolist() == everything[10:50].tolist()
@@ -107,6 +111,21 @@ def test_a_streamed_set_goes_on_where_it_was(hub, tmp_path):
     assert all((w == rest.model.state_dict()[name]).all() for name, w in whole.model.state_dict().items())
 
 
+def test_a_stream_stays_at_the_commit_it_began_with(hub, tmp_path, monkeypatch):
+    made = recipe(data=STREAM, model={"tokenizer": "byte"})
+    trainer = Trainer(made, open_source(made), tmp_path)
+    assert "`owner/set sample` at revision `c0ffee`" in trainer.source.describe()
+    trainer.run(2)
+    newer = lambda self, name, revision: SimpleNamespace(sha=revision or "beef")  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", newer)
+    rest = Trainer(made, open_source(made), tmp_path)
+    assert "`beef`" in rest.source.describe()
+    assert rest.resume()
+    rest.run()
+    assert hub[-1][1]["revision"] == "c0ffee"
+    assert "`c0ffee`" in rest.source.describe()
+
+
 def test_a_hub_out_of_reach_is_said_to_be(monkeypatch):
     import datasets
 
@@ -114,6 +133,7 @@ def test_a_hub_out_of_reach_is_said_to_be(monkeypatch):
         raise ConnectionError("Couldn't reach 'owner/set' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("atma_eval.training.sources._commit_of", lambda name, revision: revision)
     with pytest.raises(UserError, match="hub cannot be reached for the data set owner/set sample") as caught:
         open_source(recipe(data=STREAM, model={"tokenizer": "byte"}))
     assert "token shards" in caught.value.hint
@@ -164,7 +184,10 @@ def test_data_that_does_not_serve(tmp_path, monkeypatch, changes, words):
         ({"data": {"name": "b"}}, ["lacks dataset"]),
         ({"data": {"dataset": "a/b"}}, ["needs a tokenizer"]),
         ({"data": 7}, ["data is 7"]),
-        ({"data": "x.bin", "stages": [{**PLAIN[0], "length": 64, "mixture": {"single": 1}}]}, ["single", "not bytes"]),
+        (
+            {"data": "x.bin", "stages": [{**PLAIN[0], "length": 64, "mixture": {"single": 1}}]},
+            ["single", "not text read as bytes"],
+        ),
     ],
 )
 def test_recipes_that_contradict_themselves(changes, words):

@@ -25,7 +25,7 @@ from atma_eval.kernels.tiles import LOG2_E, KVRun, Statistics, run_statistics
 
 NORM_FLOOR = 1e-6
 TRAINING_ROWS = 256  # with 2,048 keys one fp32 block of weights is 2 MB: it stays in the cache
-TRAINING_ROWS_GPU = 8192  # 64 MB there: few launches, and still linear in the length
+TRAINING_ROWS_GPU = 1024  # 8 MB there: few launches, and never all queries of a training length at once
 
 
 class PolarParameters(NamedTuple):

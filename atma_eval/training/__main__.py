@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from atma_eval.console import refuse
 from atma_eval.errors import UserError
 from atma_eval.training.run import TrainSpec, train
 
@@ -33,7 +34,6 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        refuse(error)
     except KeyboardInterrupt:
         sys.exit(130)

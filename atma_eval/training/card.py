@@ -18,6 +18,7 @@ from atma_eval.spec import build_task, load_preset
 from atma_eval.stats import wilson
 from atma_eval.text import Document, TextSource
 from atma_eval.tokenizer import ByteTokenizer
+from atma_eval.training.loop import Step
 from atma_eval.training.recipe import CARD_HEADING, Recipe
 from atma_eval.training.synthetic import RECORD_BYTES
 from atma_eval.training.trigram import ByteTrigram
@@ -42,10 +43,11 @@ class Recall:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    recall: tuple[Recall, ...]
+    recall: tuple[Recall, ...]  # empty where the recipe plants no records
     loss: float  # nats per byte
     trigram_loss: float
     loss_bytes: int
+    num_documents: int
 
 
 def measure_recall(
@@ -103,24 +105,34 @@ def measure(
         loss=measure_loss(model, held_out),
         trigram_loss=float(nll.mean()),
         loss_bytes=len(nll),
+        num_documents=len(held_out),
     )
 
 
-def loss_curve(history: Sequence[Sequence[float]]) -> bytes:
+def loss_table(history: Sequence[tuple[int, Step]]) -> str:
+    """CSV: the step, and means over the steps since the line before; empty where there was nothing to measure."""
+    lines = [",".join(("step", *Step._fields))]
+    for step, mean in history:
+        lines.append(",".join([str(step), *("" if math.isnan(x) else f"{x:.6g}" for x in mean)]))
+    return "\n".join(lines) + "\n"
+
+
+def loss_curve(history: Sequence[tuple[int, Step]]) -> bytes:
     """A small PNG: the plain loss of text by step, and the share of value digits that were right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps, _, other, values, _ = zip(*history, strict=True)
+    steps = [step for step, _ in history]
+    recall = [mean.recall for _, mean in history]
     figure = Figure(figsize=(5, 2.4), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    axis.plot(steps, other, color="tab:blue", linewidth=1)
+    axis.plot(steps, [mean.text for _, mean in history], color="tab:blue", linewidth=1)
     axis.set_xlabel("step")
     axis.set_ylabel("loss of text, nats", color="tab:blue")
-    if not all(map(math.isnan, values)):
+    if not all(map(math.isnan, recall)):
         right = axis.twinx()
-        right.plot(steps, values, color="tab:orange", linewidth=1)
+        right.plot(steps, recall, color="tab:orange", linewidth=1)
         right.set_ylim(0, 1.02)
         right.set_ylabel("value digits right", color="tab:orange")
     image = io.BytesIO()
@@ -128,28 +140,33 @@ def loss_curve(history: Sequence[Sequence[float]]) -> bytes:
     return image.getvalue()
 
 
-def _what_it_does(recipe: Recipe, measured: Measured, num_held_out: int) -> str:
-    beats = "below" if measured.loss < measured.trigram_loss else "not below"
+def _recall(recipe: Recipe, measured: Measured) -> str:
     rows = []
     for r in measured.recall:
         interval = wilson(r.num_exact, r.num_trials)
         measures = f"{r.exact:.3f} | {interval.low:.3f} to {interval.high:.3f} | {r.digit_accuracy:.3f}"
         rows.append(f"| {r.gap:,} | {r.gap / recipe.training_length:g} | {r.num_trials} | {measures} |")
     table = "\n".join(rows)
-    loss = f"{measured.loss:.4f} nats per byte** ({measured.loss / math.log(2):.4f} bits)"
-    where = f"the first {LOSS_BYTES:,} of each of {num_held_out} documents"
     return f"""
-## What it does
-
 Exact recall of a five-digit value behind a four-digit key (`#4821=59034.`): the record stands at the start,
 held-out text of the given length follows, then `#4821=` asks. Exact means all five digits; the chance of that is
-1 in 100,000. The interval is the 95 % Wilson interval over trials; trials share {num_held_out} documents.
+1 in 100,000. The interval is the 95 % Wilson interval over trials; trials share {measured.num_documents} documents.
 
 | gap (bytes) | x training length | trials | exact | interval | digits right |
 |---:|---:|---:|---:|---|---:|
 {table}
+"""
 
-Held-out loss over {measured.loss_bytes:,} bytes of `stdlib` ({where}):
+
+def _what_it_does(recipe: Recipe, measured: Measured) -> str:
+    beats = "below" if measured.loss < measured.trigram_loss else "not below"
+    loss = f"{measured.loss:.4f} nats per byte** ({measured.loss / math.log(2):.4f} bits)"
+    where = f"the first {LOSS_BYTES:,} of each of {measured.num_documents} documents"
+    text = "`stdlib`" if recipe.data == "stdlib" else "`stdlib`, none of its own text"
+    return f"""
+## What it does
+{_recall(recipe, measured) if measured.recall else ""}
+Held-out loss over {measured.loss_bytes:,} bytes of {text} ({where}):
 **{loss}, {beats} the {measured.trigram_loss:.4f} nats of an
 interpolated byte trigram fitted on the training text.
 """
@@ -160,58 +177,61 @@ def model_card(
     name: str,
     recipe: Recipe,
     command: str,
-    model: Atma,
+    num_parameters: int,
     data: str,
-    num_held_out: int,
     measured: Measured | None,
-    final: dict[str, float],
+    history: Sequence[tuple[int, Step]],
     seconds: float,
     machine: str,
+    dtype: str,
     commit: str | None,
-    has_curve: bool = False,
 ) -> str:
     """The ``README.md`` of a checkpoint folder; ``data`` is what the source says of itself."""
     c = recipe.model
-    num_parameters = sum(p.numel() for p in model.parameters())
     memory = "with" if c.mem_enabled else "without"
     core = "the gated-delta memory alone" if c.attn_type == "none" else f"{c.attn_type} attention {memory} memory"
     window = f", window {c.attn_window:,}" if c.attn_window else ""
     trained = recipe.training_length
     blocks = f"{c.num_hidden_layers} blocks ({c.num_global_blocks} global), {c.num_heads} heads of {c.head_dim}"
-    last = f"weighted loss {final['loss']:.4f}, other tokens {final['other']:.4f}"
-    limits = [f"Lengths above {trained:,} tokens are extrapolation."]
+    final = history[-1][1]
+    last = f"weighted loss {final.loss:.4f}, other tokens {final.text:.4f}"
+    planted, limits = "", [f"Lengths above {trained:,} tokens are extrapolation."]
     if recipe.is_bytes:
-        last += f", digits right {final['values']:.4f}"
+        tokens = "A token is a byte; 256 starts a document."
+    else:
+        tokens = f"Tokens: {c.tokenizer or 'as in the shards'}, vocabulary {c.vocab_size:,}."
+    if recipe.data == "stdlib":
+        tokens += " It is nothing to build on: text and records are a toy."
+        limits.append("The text it saw is narrow, and other text has a higher loss and may disturb recall.")
+    if recipe.plants:
+        last += f", digits right {final.recall:.4f}"
         limits += [
-            "The text it saw is narrow, and other text has a higher loss and may disturb recall.",
             "Records were trained in this one format. Recall of another format is untested and should not be expected.",
             "Haystacks hold no second record here. With many similar keys recall can be lower.",
         ]
-        tokens = "A token is a byte; 256 starts a document. It is nothing to build on: text and records are a toy."
         planted = (
             "\n* Records are planted in the text at random places and asked for later; the loss of the value digits of"
             f"\n  a question weighs {recipe.value_weight:g} times that of any other byte."
         )
-    else:
-        tokens, planted = f"Tokens: {c.tokenizer or 'as in the shards'}, vocabulary {c.vocab_size:,}.", ""
-    picture = "\n![loss by step](loss.png)\n" if has_curve else ""
     listed = "\n".join(f"* {limit}" for limit in limits)
     return f"""# {name}
 
 A language model of the ATMA family, trained by `atma-eval`: {core}{window},
 {num_parameters:,} parameters, {blocks}, training length {trained:,} tokens.
 {tokens}
-{_what_it_does(recipe, measured, num_held_out) if measured else ""}
+{_what_it_does(recipe, measured) if measured else ""}
 ## How it was made
 
     {command}
 
 * Text: {data}{planted}
 * {recipe.num_steps:,} steps, {recipe.num_tokens:,} tokens, seed {recipe.seed};
-  {seconds / 60:.0f} minutes on {machine}, torch {torch.__version__}.
+  {seconds / 60:.0f} minutes on {machine}, in {dtype}, torch {torch.__version__}.
 * Code: {f"commit {commit}" if commit else "no commit known"}.
-* Over the last {final["steps"]:.0f} steps: {last}.
-{picture}
+* At the last report: {last}.
+
+![loss by step](loss.png)
+
 {CARD_HEADING}{recipe.to_yaml().rstrip()}
 ```
 

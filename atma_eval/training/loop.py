@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -18,27 +19,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from atma_eval.errors import UserError
+from atma_eval.errors import ComputationError, UserError
 from atma_eval.models.atma import Atma
 from atma_eval.training import flops
 from atma_eval.training.data import Batch, draw_batch
 from atma_eval.training.objective import CastAtUse, Objective, random_inputs
 from atma_eval.training.optim import make_optimizers
-from atma_eval.training.recipe import Recipe, recipe_from_dict
+from atma_eval.training.recipe import HOUSEKEEPING, PARTIAL, Recipe, recipe_from_dict
 from atma_eval.training.sources import Source
+from atma_eval.weights import first_line
 
 log = logging.getLogger(__name__)
 
 CHECKPOINT = "last.pt"
+HELD = {"recipe", "model", "optimizer_states", "data", "source", "dtype", "step", "seconds", "recent", "history"}
+OTHER_WORK = "give another --work folder, or delete this one"
 
 
 class Step(NamedTuple):
-    """Of one step: the loss that was minimised; plain nats of all targets but value digits; the share of value
-    digits that were right; the distractor loss. NaN where there was nothing to measure."""
+    """Of one step; NaN where there was nothing to measure."""
 
-    loss: float
-    other: float
-    values: float
+    loss: float  # what was minimised
+    text: float  # plain nats of all targets but the value digits of queries
+    recall: float  # share of those digits that were right
     distractor: float
 
 
@@ -51,14 +54,14 @@ class Logged:
     length: int
     mean: Step
     tokens_per_s: float
-    mfu: float | None  # null where the device is not in the table
+    mfu: float | None  # None where the device is not in the table
     left_s: float
 
     def figures(self) -> str:
         """Loss, recall accuracy, speed: what a person watches."""
-        parts = [f"loss {self.mean.loss:.4f}", f"other {self.mean.other:.4f}"]
-        if not math.isnan(self.mean.values):
-            parts.append(f"values right {self.mean.values:.3f}")
+        parts = [f"loss {self.mean.loss:.4f}", f"text {self.mean.text:.4f}"]
+        if not math.isnan(self.mean.recall):
+            parts.append(f"recall {self.mean.recall:.3f}")
         if not math.isnan(self.mean.distractor):
             parts.append(f"distractor {self.mean.distractor:.4f}")
         parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
@@ -88,8 +91,8 @@ class Trainer:
         source: its text, opened by `sources.open_source`.
         work: folder of the resumable state.
         device: where the model is.
-        dtype: type of the arithmetic; weights, gradients and optimiser state are fp32 whatever it is. fp64 casts
-            all of them, for tests.
+        dtype: type of the arithmetic, fp32 or bf16; weights, gradients and optimiser state are fp32 whatever it is.
+            fp64 casts all of them, for tests.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
     ):
         self.recipe, self.source, self.work, self.device = recipe, source, work, torch.device(device)
+        self.dtype = str(dtype).removeprefix("torch.")
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for stage in recipe.stages:
             if stage.tokens_per_step // stage.length % self.world:
@@ -113,18 +117,17 @@ class Trainer:
         if dtype == torch.float64:
             self.model.double()
         objective: nn.Module = Objective(self.model, recipe.value_weight)
-        if dtype in (torch.bfloat16, torch.float16):
+        if dtype == torch.bfloat16:
             objective = CastAtUse(objective, dtype)  # type: ignore[arg-type]
         if self.world > 1:
             objective = DistributedDataParallel(objective, [self.device] if self.device.type == "cuda" else None)
         self.objective = objective
         self.optimizers = make_optimizers(self.model, recipe)
         self._heights = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
-        self._data = source.describe()
         self.step = 0
         self.seconds = 0.0
-        self.final: dict[str, float] = {}  # means over the last logged steps
-        self.history: list[list[float]] = []  # step and means of each report
+        self.recent: list[Step] = []  # since the last report
+        self.history: list[tuple[int, Step]] = []  # step and means of each report
 
     @property
     def checkpoint(self) -> Path:
@@ -136,21 +139,26 @@ class Trainer:
         held = {
             "recipe": self.recipe.to_dict(),
             "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "data": self._data,
+            "optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers],
+            "data": self.source.describe(),
             "source": self.source.state_dict(),
+            "dtype": self.dtype,
             "step": self.step,
             "seconds": self.seconds,
-            "final": self.final,
-            "history": self.history,
+            "recent": [tuple(step) for step in self.recent],
+            "history": [(step, *mean) for step, mean in self.history],
         }
-        partial = self.checkpoint.with_suffix(".partial")
+        partial = self.checkpoint.with_suffix(PARTIAL)
         try:
             self.work.mkdir(parents=True, exist_ok=True)
+            config = json.dumps(self.recipe.model.to_dict(), indent=2)
+            (self.work / "config.json").write_text(config + "\n")  # with it, the folder is one that --model takes
             torch.save(held, partial)
             os.replace(partial, self.checkpoint)  # a kill while writing leaves the previous checkpoint
-        except OSError as error:
-            raise UserError(f"cannot write {self.checkpoint}: {error.strerror}") from None
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
+            partial.unlink(missing_ok=True)
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise UserError(f"cannot write {self.checkpoint}: {why}", self.kept()) from None
 
     def resume(self) -> bool:
         """Continue from the checkpoint in ``work``, where there is one."""
@@ -159,31 +167,40 @@ class Trainer:
         try:
             held = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
         except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-            first = str(error).partition("\n")[0]
-            raise UserError(f"cannot read {self.checkpoint}: {first}", "use another --work folder") from None
+            raise UserError(f"cannot read {self.checkpoint}: {first_line(error)}", OTHER_WORK) from None
+        if not isinstance(held, dict) or not held.keys() >= HELD:
+            raise UserError(f"{self.checkpoint} is no checkpoint of this version's training", OTHER_WORK)
         theirs = {**held["recipe"], "stages": list(held["recipe"]["stages"])}
-        ours = self.recipe.to_dict()
-        with contextlib.suppress(UserError):
-            theirs = recipe_from_dict(theirs, str(self.checkpoint)).to_dict()  # fields it did not know yet: defaults
-        if theirs != ours:
-            changed = [name for name, value in ours.items() if theirs.get(name) != value]
+        changed = self.recipe.differs_from(recipe_from_dict(theirs, str(self.checkpoint)))
+        if changed:
             raise UserError(
-                f"{self.checkpoint} was made by another recipe (it differs in {', '.join(changed) or 'its fields'})",
-                "use another --work folder, or delete this one",
+                f"{self.checkpoint} was made by another recipe (it differs in {', '.join(changed)})",
+                f"{OTHER_WORK}; of a run that is under way only {', '.join(HOUSEKEEPING)} may change",
             )
-        if held.get("data", self._data) != self._data:
+        if held["dtype"] != self.dtype:
+            raise UserError(
+                f"{self.checkpoint} was trained in {held['dtype']}, and this run is in {self.dtype}",
+                f"give --dtype {held['dtype']}, or another --work folder",
+            )
+        self.source.load_state_dict(held["source"])
+        if held["data"] != self.source.describe():
             raise UserError(
                 f"{self.checkpoint} was trained on other text: {held['data']}",
-                f"now it is {self._data}; use another --work folder to train on that",
+                f"now it is {self.source.describe()}; use another --work folder to train on that",
             )
         self.model.load_state_dict(held["model"])
-        states = held.get("optimizers") or [held["optimizer"]]  # one, in checkpoints of version 0.1
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        for optimizer, state in zip(self.optimizers, held["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
-        self.source.load_state_dict(held.get("source", {}))
-        self.step, self.seconds, self.final = held["step"], held["seconds"], held["final"]
-        self.history = held.get("history", [])
+        self.step, self.seconds = held["step"], held["seconds"]
+        self.recent = [Step(*step) for step in held["recent"]]
+        self.history = [(step, Step(*mean)) for step, *mean in held["history"]]
         return True
+
+    def kept(self) -> str:
+        """What an ending that was not wished for leaves behind."""
+        if self.checkpoint.is_file():
+            return f"{self.checkpoint} keeps the last checkpoint; the same command goes on from it"
+        return "no checkpoint was written yet"
 
     def _draw(self) -> Batch:
         """All sequences of the step; every rank draws them all, for records are drawn in their order."""
@@ -229,10 +246,10 @@ class Trainer:
             sums += torch.stack([x.detach().double() for x in (loss, *out)])
         if self.world > 1:
             dist.all_reduce(sums)
-        loss_value, _, other, num_right, distractor = sums.tolist()
+        loss_value, _, text, num_right, distractor = sums.tolist()
         if not math.isfinite(loss_value):
             raise self._diverged("loss", loss_value)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm or math.inf).item()
         if not math.isfinite(norm):
             raise self._diverged("gradient norm", norm)
         share = recipe.learning_rate_at(self.step) / recipe.learning_rate if recipe.learning_rate else 0.0
@@ -241,18 +258,19 @@ class Trainer:
                 group["lr"] = height * share
             optimizer.step()
         self.step += 1
-        num_values = int(whole.values.sum())
+        num_digits = int(whole.is_value.sum())
         return Step(
             loss_value,
-            other / max(1, whole.values.numel() - num_values),
-            num_right / num_values if num_values else math.nan,
+            text / max(1, whole.is_value.numel() - num_digits),
+            num_right / num_digits if num_digits else math.nan,
             distractor / num_sequences if recipe.num_random_keys else math.nan,
         )
 
-    def _diverged(self, what: str, value: float) -> UserError:
-        return UserError(
-            f"the {what} is {value} at step {self.step}; the weights of the last checkpoint are kept",
-            f"lower learning_rate, or look at {self.checkpoint}",
+    def _diverged(self, what: str, value: float) -> ComputationError:
+        kept = f"the weights before are in {self.checkpoint}" if self.checkpoint.is_file() else "nothing was saved yet"
+        return ComputationError(
+            f"the {what} is {value} at step {self.step}; {kept}",
+            "the same command would meet it again: lower learning_rate in the recipe and give another --work folder",
         )
 
     def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -276,20 +294,16 @@ class Trainer:
         config = recipe.model
         num_parameters = sum(p.numel() for p in self.model.parameters())
         peak = flops.peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        recent: list[Step] = []
-        tokens, began = 0, time.perf_counter()
-        since = began
+        tokens = 0
+        since = began = time.perf_counter()
         while self.step < end:
             stage = recipe.stage_at(self.step)
             tokens += stage.tokens_per_step
-            recent.append(self.train_step())
+            self.recent.append(self._step_or_say())
             on_step(stage.tokens_per_step)
-            if self.step % recipe.log_every == 0 or self.step == end:
-                now = time.perf_counter()
-                mean, speed = _mean(recent), tokens / (now - since)
-                self.final = {k: v for k, v in mean._asdict().items() if k != "distractor" or recipe.num_random_keys}
-                self.final["steps"] = float(len(recent))
-                self.history.append([float(self.step), *mean])
+            if self.step % recipe.log_every == 0 or self.step == recipe.num_steps:
+                mean, speed = _mean(self.recent), tokens / (time.perf_counter() - since)
+                self.history.append((self.step, mean))
                 per_token = flops.flops_per_token(
                     num_parameters, config.num_hidden_layers, config.hidden_size, stage.length
                 )
@@ -303,8 +317,20 @@ class Trainer:
                     left_s=(recipe.tokens_before(end) - recipe.tokens_before(self.step)) / speed,
                 )
                 on_log(logged)
-                recent, tokens, since = [], 0, now
+                self.recent, tokens, since = [], 0, time.perf_counter()
             if self.step % recipe.checkpoint_every == 0 or self.step == end:
-                self.seconds += time.perf_counter() - began
-                began = time.perf_counter()
+                now = time.perf_counter()
+                self.seconds += now - began
                 self.save()
+                began = time.perf_counter()
+                since += began - now  # the speed that is reported is that of training
+
+    def _step_or_say(self) -> Step:
+        try:
+            return self.train_step()
+        except torch.OutOfMemoryError as error:
+            raise ComputationError(
+                f"out of memory on {self.device} at step {self.step}: {first_line(error)}",
+                f"lower microbatch_tokens in the recipe (now {self.recipe.microbatch_tokens}; 0 is the whole step), "
+                "which may change in the middle of a run",
+            ) from None

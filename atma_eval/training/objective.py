@@ -17,7 +17,7 @@ class Sums(NamedTuple):
     """Sums over the targets of a microbatch; ``distractor`` is a sum over sequences of the mean over blocks."""
 
     weighted: Tensor  # nats, each times its weight
-    other: Tensor  # nats of all targets but value digits
+    text: Tensor  # nats of all targets but value digits
     num_right: Tensor  # value digits predicted
     distractor: Tensor
 
@@ -43,22 +43,22 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.value_weight = model, value_weight
 
-    def forward(self, inputs: Tensor, targets: Tensor, values: Tensor, random: Tensor | None) -> Sums:
+    def forward(self, inputs: Tensor, targets: Tensor, is_value: Tensor, random: Tensor | None) -> Sums:
         """``[B, T]`` each; ``random`` ``[blocks, B, R, C]`` for the distractor loss, ``None`` without it."""
         mixers = [m for m in self.model.modules() if isinstance(m, GlobalMixer)]
         for i, mixer in enumerate(mixers):
             mixer.random_inputs = None if random is None else random[i]
         logits = self.model.logits(self.model(inputs))
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-        weights = Batch(inputs, targets, values).weights(self.value_weight)
-        right = (logits.detach().argmax(-1) == targets) & values
+        weights = Batch(inputs, targets, is_value).weights(self.value_weight)
+        right = (logits.detach().argmax(-1) == targets) & is_value
         distractor = nll.new_zeros(())
         if random is not None:
             losses = [m.distractor_loss for m in mixers if m.distractor_loss is not None]
             distractor = len(inputs) * torch.stack(losses).mean()
             for mixer in mixers:
                 mixer.random_inputs = mixer.distractor_loss = None
-        return Sums((nll * weights).sum(), (nll.detach() * ~values).sum(), right.sum(), distractor)
+        return Sums((nll * weights).sum(), (nll.detach() * ~is_value).sum(), right.sum(), distractor)
 
 
 class CastAtUse(nn.Module):

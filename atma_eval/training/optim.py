@@ -19,7 +19,7 @@ def is_hidden_matrix(name: str, parameter: Parameter) -> bool:
 
 
 def make_optimizers(model: Atma, recipe: Recipe) -> list[Optimizer]:
-    """Each group carries ``base_lr``: its learning rate where the schedule stands at its height.
+    """Optimisers whose groups hold the learning rate where the schedule stands at its height.
 
     Muon is torch's: five Newton-Schulz steps on Nesterov momentum 0.95, the step scaled by
     ``sqrt(max(1, rows / columns))``. Output projections keep their small random start: at zero, those of the

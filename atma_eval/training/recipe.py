@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from atma_eval.training.synthetic import KINDS, SHORTEST_WITH_RECORDS
 OPTIMIZERS = ("adamw", "muon")
 STREAM_KEYS = ("dataset", "name", "split", "column", "revision")
 CARD_HEADING = "The recipe:\n\n```yaml\n"  # where a model card holds it
+HOUSEKEEPING = ("microbatch_tokens", "checkpoint_every", "log_every")  # may change in the middle of a run
+PARTIAL = ".partial"  # suffix of a file that is being written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,7 @@ class Recipe:
         learning_rate: of AdamW. Under ``muon`` it holds for embeddings, head, norms, scalars and filters.
         muon_learning_rate: of the hidden matrices; both follow one schedule.
         value_weight: weight of the value digits of a query in the loss; 1 is the plain mean per token.
+        clip_norm: largest norm of the whole gradient; 0 clips nothing.
         microbatch_tokens: sequences that go through the model at once hold at most so many tokens; 0 is no limit.
         num_random_keys, distractor_weight: of the distractor loss (`kernels.distractor`); 0 is off.
         data: ``stdlib``, a text file or folder or ``.jsonl``, a glob of ``.bin`` token shards, or the keys of a
@@ -82,6 +86,16 @@ class Recipe:
         """Whether a token is a byte, so that records can be planted and asked for."""
         return self.model.tokenizer in (None, "byte") and isinstance(self.data, str) and not is_shards(self.data)
 
+    @property
+    def plants(self) -> bool:
+        """Whether any sequence holds records, so that there is recall to measure."""
+        return any(kind != "plain" for stage in self.stages for kind in stage.mixture)
+
+    def differs_from(self, other: Recipe) -> list[str]:
+        """Names of the fields that would lead to other weights (up to rounding)."""
+        ours, theirs = self.to_dict(), other.to_dict()
+        return [name for name, value in ours.items() if name not in HOUSEKEEPING and theirs[name] != value]
+
     def stage_at(self, step: int) -> Stage:
         for stage in self.stages:
             if step < stage.steps:
@@ -98,11 +112,13 @@ class Recipe:
         return tokens
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, constant, and over the last ``decay_steps`` down to ``final_learning_rate`` in a line."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
+        """Linear warm-up, constant, and over the last ``decay_steps`` down to ``final_learning_rate`` in a line.
+
+        Where a short run makes the two overlap, the lower one holds.
+        """
+        rising = self.learning_rate * (step + 1) / self.warmup_steps if step < self.warmup_steps else math.inf
         left = min(1.0, (self.num_steps - step) / max(1, self.decay_steps))
-        return self.learning_rate * left + self.final_learning_rate * (1 - left)
+        return min(rising, self.learning_rate * left + self.final_learning_rate * (1 - left))
 
     def to_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
@@ -144,6 +160,7 @@ def _with_base(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise UserError(f"{path}: its base comes back to itself", "let the chain of base end in a whole recipe")
     values = read_yaml(path)
     base = values.pop("base", None)
+    _check_names({f.name for f in dataclasses.fields(Recipe)}, values, str(path))
     if base is None:
         return values
     below = _with_base(path.parent / str(base), (*above, path.resolve()))
@@ -163,17 +180,24 @@ def recipe_from_dict(values: Any, source: str) -> Recipe:
     stages = tuple(_stage(stage, f"{source}, stage {i}") for i, stage in enumerate(read["stages"], start=1))
     recipe = Recipe(**{**read, "model": model, "stages": stages})
     _check(recipe, source)
-    return recipe
+    filled: dict[str, Any] = {"training_length": recipe.training_length}
+    if model.tokenizer is None and recipe.is_bytes:
+        filled["tokenizer"] = "byte"
+    return dataclasses.replace(recipe, model=dataclasses.replace(model, **filled))
 
 
-def _fields(cls: type, values: Any, source: str) -> dict[str, Any]:
-    """``values`` as keyword arguments of a dataclass of numbers; whole numbers and floats are told apart."""
-    known = {f.name: f for f in dataclasses.fields(cls)}
+def _check_names(known: Collection[str], values: Any, source: str) -> None:
     if not isinstance(values, dict):
         raise UserError(f"{source} is {values!r}", f"it takes the fields {', '.join(known)}")
     for name in values:
         if name not in known:
             raise UserError(f"{source}: unknown field {name!r}", did_you_mean(str(name), known))
+
+
+def _fields(cls: type, values: Any, source: str) -> dict[str, Any]:
+    """``values`` as keyword arguments of a dataclass of numbers; whole numbers and floats are told apart."""
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    _check_names(known, values, source)
     missing = [n for n, f in known.items() if n not in values and f.default is dataclasses.MISSING]
     if missing:
         raise UserError(f"{source} lacks {', '.join(missing)}")
@@ -198,12 +222,14 @@ def _stage(values: Any, source: str) -> Stage:
             f"{source}: tokens_per_step {stage.tokens_per_step} is not a multiple of length {stage.length}",
             "a step takes whole sequences",
         )
+    if not stage.steps:
+        raise UserError(f"{source}: steps is 0", "allowed: a whole number of at least 1")
     if not isinstance(stage.mixture, dict) or not stage.mixture:
         raise UserError(f"{source}: mixture is {stage.mixture!r}", f"it gives shares of {', '.join(KINDS)}")
     for kind, share in stage.mixture.items():
         if kind not in KINDS:
             raise UserError(f"{source}: unknown kind of sequence {kind!r}", did_you_mean(str(kind), KINDS))
-        if not isinstance(share, int | float) or isinstance(share, bool) or not share > 0:
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share < math.inf:
             raise UserError(f"{source}: the share of {kind} is {share!r}", "allowed: a number above 0")
         if kind != "plain" and stage.length < SHORTEST_WITH_RECORDS:
             raise UserError(
@@ -265,8 +291,8 @@ def _check_data(recipe: Recipe, source: str) -> None:
         planted = sorted({kind for stage in recipe.stages for kind in stage.mixture} - {"plain"})
         if planted:
             raise UserError(
-                f"{source}: {', '.join(planted)} in the mixture, and the tokens are not bytes",
-                "records are made of bytes: use tokenizer byte and text, or the mixture {plain: 1.0}",
+                f"{source}: {', '.join(planted)} in the mixture, and the data is not text read as bytes",
+                "records are planted in text files alone: use tokenizer byte and a file, or the mixture {plain: 1.0}",
             )
 
 
@@ -289,6 +315,18 @@ def check_out(folder: Path, recipe: Recipe) -> None:
         return
     if not folder.is_dir():
         raise UserError(f"{folder} is a file", "give another --out folder")
-    if any(folder.iterdir()) and recipe_of(folder) != recipe:
+    if not any(path for path in folder.iterdir() if path.suffix != PARTIAL):
+        return
+    theirs = recipe_of(folder)
+    if theirs is None or recipe.differs_from(theirs):
         what = "another recipe's checkpoint" if (folder / "config.json").is_file() else "other files"
         raise UserError(f"{folder} holds {what}", "give another --out folder, or delete this one")
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Refuse a folder that could not be made or written to."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise UserError(f"{folder} cannot be a folder: {nearest} is a file", f"give another {option} folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write to {nearest}", f"give another {option} folder")

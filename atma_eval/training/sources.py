@@ -155,7 +155,8 @@ class Stream:
 
     def __init__(self, place: Mapping[str, str], tokenizer: Tokenizer):
         self.place, self.tokenizer = place, tokenizer
-        self.name = " ".join(place[key] for key in ("dataset", "name", "revision") if key in place)
+        self.name = " ".join(place[key] for key in ("dataset", "name") if key in place)
+        self.revision = place.get("revision")  # resolved when the first row is read, so that a later one is the same
         self.num_rows, self.position = 0, 0  # rows taken; tokens before the buffer
         self.buffer = np.empty(0, dtype=np.int64)
         self._rows: Iterator[Any] | None = None
@@ -165,11 +166,12 @@ class Stream:
 
         place = self.place
         try:
+            self.revision = _commit_of(place["dataset"], self.revision)
             rows = datasets.load_dataset(
                 place["dataset"],
                 place.get("name"),
                 split=place.get("split", "train"),
-                revision=place.get("revision"),
+                revision=self.revision,
                 streaming=True,
             )
             return iter(rows.skip(self.num_rows) if self.num_rows else rows)
@@ -217,15 +219,27 @@ class Stream:
         return self.buffer[:length].copy()
 
     def describe(self) -> str:
-        return f"the data set `{self.name}`, streamed in its order, tokenizer `{self.tokenizer.fingerprint}`"
+        revision = f" at revision `{self.revision}`" if self.revision else ""
+        return f"the data set `{self.name}`{revision}, streamed in its order, tokenizer `{self.tokenizer.fingerprint}`"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_rows": self.num_rows, "position": self.position, "buffer": self.buffer.tolist()}
+        own = {"revision": self.revision, "num_rows": self.num_rows, "position": self.position}
+        return {**own, "buffer": self.buffer.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.revision = state["revision"]
         self.num_rows, self.position = state["num_rows"], state["position"]
         self.buffer = np.array(state["buffer"], dtype=np.int64)
         self._rows = None
+
+
+def _commit_of(dataset: str, revision: str | None) -> str | None:
+    """The commit of a data set on the hub, so that what was read can be named; ``None`` for one on disk."""
+    if Path(dataset).exists():
+        return revision
+    from huggingface_hub import HfApi
+
+    return HfApi().dataset_info(dataset, revision=revision).sha
 
 
 def open_source(recipe: Recipe) -> Source:

@@ -8,20 +8,30 @@ import numpy as np
 
 from atma_eval.text import Document
 
-TUNING_EVERY = 20  # every so-many-th document fits the interpolation weights and is not counted
+TUNING_EVERY = 20  # every so-many-th piece of text fits the interpolation weights and is not counted
 NUM_BUCKETS = 16  # weights depend on how often the context was seen, in powers of two
 EM_ROUNDS = 30
+
+
+def _pieces(documents: Sequence[Document]) -> list[bytes]:
+    """The documents, those of a short list cut up, so that every so-many-th piece can be held back."""
+    if len(documents) >= TUNING_EVERY:
+        return [d.data for d in documents]
+    sizes = [-(-len(d.data) // TUNING_EVERY) for d in documents]
+    cut = [d.data[start : start + size] for d, size in zip(documents, sizes) for start in range(0, len(d.data), size)]
+    return [piece for piece in cut if len(piece) > 2]
 
 
 class ByteTrigram:
     """``p(c | a b)`` as a mixture of trigram, bigram, unigram and uniform; one set of shares per context count."""
 
     def __init__(self, documents: Sequence[Document]):
-        counted = [d for i, d in enumerate(documents) if i % TUNING_EVERY] or list(documents)
-        tuning = documents[::TUNING_EVERY]
+        pieces = _pieces(documents)
+        counted = [piece for i, piece in enumerate(pieces) if i % TUNING_EVERY] or pieces
+        tuning = pieces[::TUNING_EVERY]
         trigrams = np.zeros(256**3, dtype=np.int64)
-        for document in counted:
-            a = np.frombuffer(document.data, dtype=np.uint8).astype(np.int64)
+        for piece in counted:
+            a = np.frombuffer(piece, dtype=np.uint8).astype(np.int64)
             np.add.at(trigrams, (a[:-2] * 256 + a[1:-1]) * 256 + a[2:], 1)
         self.trigrams = trigrams.reshape(256, 256, 256)
         self.contexts = self.trigrams.sum(2)
@@ -29,7 +39,7 @@ class ByteTrigram:
         self.singles = self.bigrams.sum(1)
         self.unigrams = self.bigrams.sum(0)
         self.shares = np.full((NUM_BUCKETS, 4), 0.25)
-        pairs = [self._experts(d.data) for d in tuning]
+        pairs = [self._experts(piece) for piece in tuning]
         experts, buckets = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
         for _ in range(EM_ROUNDS):
             posterior = experts * self.shares[buckets]
