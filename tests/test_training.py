@@ -37,9 +37,17 @@ from atma_eval.training.card import (
 )
 from atma_eval.training.data import draw_batch
 from atma_eval.training.loop import Step, Trainer
-from atma_eval.training.recipe import read_recipe, recipe_from_dict, recipe_of
+from atma_eval.training.recipe import (
+    OPTIMIZERS,
+    STREAM_KEYS,
+    Recipe,
+    Stage,
+    read_recipe,
+    recipe_from_dict,
+    recipe_of,
+)
 from atma_eval.training.sources import Corpus
-from atma_eval.training.synthetic import RECORD_BYTES, VALUE_DIGITS
+from atma_eval.training.synthetic import KINDS, RECORD_BYTES, VALUE_DIGITS
 from atma_eval.training.trigram import ByteTrigram
 
 DEMO = ROOT / "models" / "atma"
@@ -437,6 +445,14 @@ def test_a_recipe_may_change_another(tmp_path):
     (tmp_path / "own.yaml").write_text("base: base.yaml\nseed: 7\n")
     with pytest.raises(UserError, match=r"base\.yaml: unknown field 'sed'"):
         read_recipe(tmp_path / "own.yaml")
+
+
+def test_every_field_of_a_recipe_is_explained():
+    words = (ROOT / "configs" / "train" / "README.md").read_text()
+    rows = {line.split("`")[1] for line in words.splitlines() if line.startswith("| `")}
+    assert rows == {f.name for f in dataclasses.fields(Recipe)} | {"mixture"}
+    stage = {f.name for f in dataclasses.fields(Stage)}
+    assert all(f"`{name}`" in words for name in (*stage, *KINDS, *STREAM_KEYS, *OPTIMIZERS))
 
 
 def test_what_a_recipe_leaves_open_is_filled_in():
