@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -475,7 +477,22 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without the signs of a table gets question marks
+    sys.argv[1:] = [_home(argument) for argument in sys.argv[1:]]
     try:
-        app(standalone_mode=True)
+        try:
+            app(standalone_mode=True)
+        finally:
+            sys.stdout.flush()
     except UserError as error:
         refuse(error)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
+        refuse(UserError("the output cannot be written: the disk is full", "finished rows of a run are safe"))
+
+
+def _home(argument: str) -> str:
+    """``--out=~/x`` with the home folder in it: a shell expands the sign only where it begins a word."""
+    option, equals, value = argument.partition("=")
+    return f"{option}={os.path.expanduser(value)}" if equals and option.startswith("--") else argument

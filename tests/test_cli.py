@@ -325,6 +325,21 @@ def test_a_gpu_that_is_not_there(call, tiny_name):
     refused(outcome, "cuda", hint="--device cpu")
 
 
+def test_a_full_disk_behind_the_output_is_an_error():
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "atma_eval", "list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "error: the output cannot be written: the disk is full"
+    assert "Traceback" not in done.stderr
+
+
+def test_the_home_folder_behind_an_equals_sign(call, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    refused(call("niah", "--dry-run", "--text=~/none.txt"), f"no text at '{tmp_path}/none.txt'")
+    refused(call("niah", "--dry-run", "--text=a~/none.txt"), "no text at 'a~/none.txt'")
+
+
 def test_names_are_printed_as_they_are(call, tmp_path):
     """Square brackets and colons in a name are neither markup nor emoji."""
     (tmp_path / "t.txt").write_text("hello")
