@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from atma_eval.errors import UserError
 from atma_eval.models.atma import FP32_PARAMETERS, Atma
 from atma_eval.models.config import AtmaConfig
 from atma_eval.spec import ModelSpec
+from atma_eval.training import curves
 from atma_eval.training.loop import Logged, Step, Trainer
 from atma_eval.training.recipe import bundled_recipes, find_recipe, read_recipe, recipe_of
 from atma_eval.training.run import TrainSpec, train
@@ -75,6 +77,40 @@ def test_a_recipe_becomes_a_checkpoint_folder(folder):
     before = (out / "weights.safetensors").read_bytes()
     quick()  # finished: measures and writes again
     assert (out / "weights.safetensors").read_bytes() == before
+
+
+def test_recall_by_step_of_several_trainings(folder, monkeypatch, capsys):
+    out = quick()
+    steps, recall = curves.read_recall(out)
+    assert steps == [5, 10]
+    assert all(0 <= share <= 1 for share in recall)
+    (folder / "small-long").mkdir()
+    (folder / "small-long" / "loss.csv").write_text(
+        "step,loss,text,recall,distractor\n5,1,1,0.5,\n10,1,1,,\n15,1,1,0.75,\n"
+    )
+    assert curves.read_recall(folder / "small-long") == ([5, 15], [0.5, 0.75])
+    for suffix in (".png", ".svg"):
+        monkeypatch.setattr(sys, "argv", ["curves", str(out), "small-long", "--out", f"pictures/recall{suffix}"])
+        curves.main()
+    assert (folder / "pictures/recall.png").read_bytes().startswith(b"\x89PNG")
+    assert "small-long" in (folder / "pictures/recall.svg").read_text()  # in a comment beside the drawn letters
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (None, "cannot read empty/loss.csv"),
+        ("step,loss\n1,2\n", "no table of losses by step"),
+        ("step,recall\n1,half\n", "no table of losses by step"),
+        ("step,recall\n1,\n", "has no recall in it"),
+    ],
+)
+def test_a_folder_without_recall_by_step(folder, table, words):
+    (folder / "empty").mkdir()
+    if table is not None:
+        (folder / "empty" / "loss.csv").write_text(table)
+    with pytest.raises(UserError, match=words):
+        curves.read_recall(Path("empty"))
 
 
 def test_the_card_holds_the_whole_recipe_of_one_that_changes_another(folder):
@@ -162,8 +198,6 @@ def test_a_second_run_in_the_same_work_folder_is_refused(folder, monkeypatch):
 
 
 def test_a_folder_that_was_cut_short_is_written_again(folder, monkeypatch):
-    from pathlib import Path
-
     write = Path.write_bytes
 
     def full(self, content):
