@@ -217,6 +217,10 @@ def test_the_learning_rate_warms_up_and_decays():
     assert rates[-1] == pytest.approx(0.001 + 0.009 / 10)
     assert rates[20:] == sorted(rates[20:], reverse=True)
     assert max(recipe_of_three.learning_rate_at(s) for s in range(3)) < 0.01
+    stages = [{**stage, "learning_rate_factor": 0.5} for stage in recipe.to_dict()["stages"][:1]]
+    halved = tiny(stages=[*stages, *recipe.to_dict()["stages"][1:]])
+    factors = [halved.learning_rate_at(step) / rate for step, rate in enumerate(rates)]
+    assert factors == pytest.approx([0.5] * 20 + [1.0] * 10)
     assert recipe.stage_at(19).length == 64
     assert recipe.stage_at(20).length == 96
     assert recipe.num_tokens == 20 * 256 + 10 * 192

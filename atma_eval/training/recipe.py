@@ -27,12 +27,16 @@ PARTIAL = ".partial"  # suffix of a file that is being written
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stretch of steps on sequences of one length; ``mixture`` gives the share of each of `synthetic.KINDS`."""
+    """A stretch of steps on sequences of one length; ``mixture`` gives the share of each of `synthetic.KINDS`.
+
+    ``learning_rate_factor`` multiplies the height of the schedule.
+    """
 
     length: int
     tokens_per_step: int
     steps: int
     mixture: Mapping[str, float]
+    learning_rate_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +120,10 @@ class Recipe:
 
         Where a short run makes the two overlap, the lower one holds.
         """
-        rising = self.learning_rate * (step + 1) / self.warmup_steps if step < self.warmup_steps else math.inf
+        height = self.learning_rate * self.stage_at(step).learning_rate_factor
+        rising = height * (step + 1) / self.warmup_steps if step < self.warmup_steps else math.inf
         left = min(1.0, (self.num_steps - step) / max(1, self.decay_steps))
-        return min(rising, self.learning_rate * left + self.final_learning_rate * (1 - left))
+        return min(rising, height * left + self.final_learning_rate * (1 - left))
 
     def to_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
