@@ -434,7 +434,7 @@ def _show_plan(cells: list[Any], as_json: bool) -> None:
             "num_samples": cell.account.num_samples,
             "num_documents": len(cell.text.documents),
             "longest_sequence": cell.account.longest,
-            "training_length": cell.source.config.training_length,
+            "training_length": cell.source.training_length,
             "computed_tokens": cell.account.computed_tokens,
             "naive_tokens": cell.account.naive_tokens,
         }

@@ -62,7 +62,7 @@ def score_file(
         raise UserError(f"--out is {out}", "the result is a .npz file")
     source = find_model(spec)
     if tokens is not None:
-        sequence = _read_tokens(tokens, source.config.vocab_size)
+        sequence = _read_tokens(tokens, source.vocab_size)
     else:
         assert text is not None
         ids = source.tokenizer.encode(read_document(text, text.name).text)

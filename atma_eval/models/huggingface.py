@@ -1,0 +1,226 @@
+"""Causal language models of the *transformers* library behind the `session.LanguageModel` interface.
+
+The library is used as it is: its own classes, its own caches. What is taken for granted of them is looked at when a
+model is loaded (`check_model`), since every family there continues a stream in its own way.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atma_eval.errors import UserError
+from atma_eval.state import State
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")  # what families call what they carry on
+POSITION_TABLE = re.compile(r"wpe|pos")
+CHECK_PIECES = (7, 1, 5)
+# Largest difference of one position's logits in `check_model`, as a share of their spread. Rounding alone gives 6e-6,
+# 0.015 and 0.09 with SmolLM2-135M; a recurrent state that is lost between pieces gives 0.3 to 1.3.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
+
+
+@dataclass
+class _Shared:
+    """A model's own cache, and how many states hold it."""
+
+    cache: Any
+    num_holders: int = 1
+
+
+class CacheState:
+    """State of a stream: the cache that the model itself makes, copied when one of several holders advances.
+
+    The kinds of cache are many, and some are written in place, so a copy is a whole one. It is never cut back.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._shared = _Shared(None)
+
+    def fork(self) -> CacheState:
+        twin = CacheState()
+        twin.length, twin._shared = self.length, self._shared
+        self._shared.num_holders += 1
+        return twin
+
+    def own(self) -> Any:
+        """The cache, copied first if another state holds it too; ``None`` at the start."""
+        if self._shared.num_holders > 1:
+            own = _Shared(copy.deepcopy(self._shared.cache))
+            self._shared.num_holders -= 1
+            self._shared = own
+        return self._shared.cache
+
+    def advance(self, cache: Any, num_tokens: int) -> None:
+        """Keep what the model returned for the cache that `own` gave it."""
+        self._shared.cache = cache
+        self.length += num_tokens
+
+    def release(self) -> None:
+        """Let go of the cache. The state must not be used afterwards."""
+        self._shared.num_holders -= 1
+        self._shared = _Shared(None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the cache keeps, shared ones counted in full."""
+        storages = (tensor.untyped_storage() for tensor in _tensors(self._shared.cache, set()))
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Every tensor in a cache, whatever it is made of."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part, seen)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()), seen)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(list(vars(value).values()), seen)
+
+
+class HuggingFaceModel:
+    """A `LanguageModel` around a ``...ForCausalLM``.
+
+    Args:
+        causal: the model, in evaluation mode. It is used by one thread at a time.
+    """
+
+    def __init__(self, causal: Any):
+        self._causal = causal
+        self._decoder: nn.Module = causal.get_decoder()
+        self._output_type: type | None = None  # of the decoder, known after its first call
+        self._cache_name: str | None = None
+
+    @property
+    def training_length(self) -> int | None:
+        return getattr(self._causal.config, "max_position_embeddings", None)
+
+    @property
+    def max_length(self) -> int | None:
+        """Entries of its table of positions, where it has one; ``None``: positions are computed, and know no end."""
+        length = self.training_length
+        for name, tensor in (*self._decoder.named_parameters(), *self._decoder.named_buffers()):
+            # OPT and its kin leave the first two rows of the table unused.
+            if length and POSITION_TABLE.search(name) and tensor.dim() == 2 and tensor.shape[0] in (length, length + 2):
+                return length
+        return None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self._causal.parameters()
+
+    def init_state(self, batch_size: int = 1, capacity: int = 0) -> CacheState:
+        """An empty state. The model makes the cache at its first tokens, as many streams as these are."""
+        return CacheState()
+
+    def state_bytes(self, num_tokens: int) -> int:
+        """Bytes of one stream's state after ``num_tokens`` in one piece, found by shapes alone."""
+        with torch.device("meta"):
+            outline = HuggingFaceModel(type(self._causal)(self._causal.config).eval())
+            state = outline.init_state()
+            outline(torch.zeros(1, num_tokens, dtype=torch.int64), state)
+        return state.num_bytes
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, state: State | None = None, last: int | None = None) -> Tensor:
+        """Advance ``state`` over ``tokens`` ``[B, T]``; the decoder's output at the last positions, ``[B, last, C]``.
+
+        ``None`` for the state computes the tokens as a whole sequence, without a cache.
+        """
+        if state is None:
+            output = self._decoder(input_ids=tokens, use_cache=False)
+        else:
+            assert isinstance(state, CacheState)
+            cache = state.own()
+            given = {} if cache is None else {str(self._cache_name): cache}
+            output = self._decoder(input_ids=tokens, use_cache=True, **given)
+            if self._cache_name is None:
+                self._cache_name = next((n for n in CACHE_NAMES if getattr(output, n, None) is not None), None)
+            if self._cache_name is None:
+                raise RuntimeError("it keeps nothing from one call to the next")
+            state.advance(output[self._cache_name], tokens.shape[1])
+        self._output_type = type(output)
+        hidden = output.last_hidden_state
+        return hidden if last is None else hidden[:, -last:]
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final logits in fp32 ``[..., N]`` by the model's own forward, whose decoder answers with ``hidden``.
+
+        So whatever a family does around its head (a soft cap, a scale, a projection) is done here too.
+        """
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        placeholder = torch.zeros(flat.shape[:2], dtype=torch.int64, device=hidden.device)
+        with self._answering(flat):
+            logits = self._causal(input_ids=placeholder, use_cache=False).logits
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(*hidden.shape[:-1], -1)
+
+    @contextmanager
+    def _answering(self, hidden: Tensor) -> Iterator[None]:
+        """While it lasts, the decoder computes nothing and returns ``hidden``."""
+        assert self._output_type is not None, "hidden states come from a call of this model"
+        answer = self._output_type(last_hidden_state=hidden)
+        self._decoder.forward = lambda *args, **kwargs: answer  # hides the method of the class
+        try:
+            yield
+        finally:
+            del self._decoder.forward
+
+
+@torch.inference_mode()
+def check_model(model: HuggingFaceModel, name: str) -> float:
+    """Compare this adapter with the model's own forward on a few random tokens; `UserError` where they disagree.
+
+    Hidden states and logits apart, the tokens in pieces, and two forks that go on must all give the logits of the
+    plain forward over the whole. Returns the largest difference seen, as a share of the logits' spread.
+    """
+    causal = model._causal
+    device, dtype = causal.device, causal.dtype
+    vocab_size = causal.get_input_embeddings().num_embeddings
+    tokens = torch.randint(vocab_size, (1, sum(CHECK_PIECES)), generator=torch.Generator().manual_seed(0)).to(device)
+    try:
+        whole = causal(input_ids=tokens, use_cache=False).logits.float()
+        apart = _difference(model.logits(model(tokens)), whole)
+        first, second, rest = tokens.split(CHECK_PIECES, dim=1)
+        state = model.init_state()
+        begun = [model(first, state), model(second, state)]
+        ends = [model(rest, branch) for branch in (state, state.fork())]
+        pieces = max(_difference(model.logits(torch.cat([*begun, end], dim=1)), whole) for end in ends)
+    except Exception as error:  # whatever a family's code raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(
+            f"{name} cannot be evaluated: its {type(causal).__name__} cannot be run in pieces ({reason})"
+        ) from None
+    tolerance = TOLERANCE[dtype]
+    if not apart <= tolerance:  # so that NaN is refused
+        raise UserError(
+            f"{name} cannot be evaluated: head and decoder of its {type(causal).__name__} apart do not give the "
+            f"logits of the whole (they differ by {apart:.2g} of their spread)",
+            "its forward does something between the two that this version does not know",
+        )
+    if not pieces <= tolerance:
+        raise UserError(
+            f"{name} cannot be evaluated: the cache of its {type(causal).__name__} cannot be continued in pieces of "
+            f"{', '.join(map(str, CHECK_PIECES))} tokens (logits differ by {pieces:.2g} of their spread)",
+            "some recurrent models in transformers continue by single tokens only; their scores would be wrong",
+        )
+    return max(apart, pieces)
+
+
+def _difference(logits: Tensor, whole: Tensor) -> float:
+    """Root mean square difference at the worst position, as a share of the spread of its logits."""
+    spread = whole.std(dim=-1).clamp_min(torch.finfo(whole.dtype).tiny)
+    return ((logits - whole).square().mean(dim=-1).sqrt() / spread).max().item()
