@@ -36,7 +36,7 @@ def find_model(spec: ModelSpec) -> ModelSource:
     name = spec.name
     check_device(spec.device)
     if name.startswith(hub.PREFIX):
-        repository = hub.find_repository(name)
+        repository = hub.find_repository(name, with_tokenizer=spec.tokenizer is None)
         config = _read_config(repository.folder / "config.json")
         return HuggingFaceSource.checked(
             label=name, path=repository.folder, config=config, spec=spec, repository=repository

@@ -162,12 +162,9 @@ class HuggingFaceSource:
 
     def load(self, window: str | int, details: dict[str, Any]) -> HuggingFaceModel:
         import torch
-        import transformers
 
         from atma_eval.models.huggingface import HuggingFaceModel, check_model
 
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
         with _own_errors(f"cannot load {self.label}"):
             causal, config = self._class_and_config()
             loaded, report = causal.from_pretrained(
@@ -197,6 +194,8 @@ class HuggingFaceSource:
     def _class_and_config(self) -> tuple[Any, Any]:
         import transformers
 
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         causal = getattr(transformers, self.architecture)
         kind = causal.config_class.model_type
         if kind != self.config["model_type"]:

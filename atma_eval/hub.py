@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,8 +18,9 @@ from atma_eval.errors import UserError
 
 PREFIX = "hf:"
 TIMEOUT_S = 5
-SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+CONFIG, TOKENIZER_FILES = "config.json", ("tokenizer.json", "tokenizer_config.json")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAME_HINT = "write hf:owner/name or hf:owner/name@revision"
 SAFETENSORS_HINT = "only safetensors weights are read; save them once by transformers' save_pretrained"
 _NAME = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
@@ -27,46 +29,50 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """A repository at one commit, and the folder of the cache that holds its small files."""
+    """A repository at one commit, and the folder of the cache that holds its files."""
 
     name: str
     commit: str
     folder: Path
 
     def fetch_weights(self) -> None:
-        """Download the weight files of this commit that are not there; raises `UserError` where it cannot."""
+        """Download what is missing of the weights of this commit; raises `UserError` where it cannot."""
         if not missing_weights(self.folder):
             return
-        files, _ = _files(self.name, self.commit)
+        files = _files(self.name, self.commit)
         _refuse_formats(PREFIX + self.name, files)
         if INDEX in files:
-            _download(self.name, self.commit, [INDEX])
-        _download(self.name, self.commit, missing_weights(self.folder))
+            _download(self.name, self.commit, INDEX)
+        for file in missing_weights(self.folder):
+            _download(self.name, self.commit, file)
 
 
-def find_repository(name: str) -> Repository:
+def find_repository(name: str, *, with_tokenizer: bool = True) -> Repository:
     """Resolve ``hf:owner/name[@revision]`` to a commit, with its config and tokenizer at hand, weights not yet."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise UserError(f"bad model {name!r}", "write hf:owner/name or hf:owner/name@revision")
+        raise UserError(f"bad model {name!r}", NAME_HINT)
     repository, revision = match["repository"], match["revision"] or "main"
+    files = (CONFIG, *TOKENIZER_FILES) if with_tokenizer else (CONFIG,)
+    try:
+        folder = _cached(repository, revision, files)
+    except ValueError as error:  # names that the hub does not allow, such as two dots in a row
+        raise UserError(f"bad model {name!r}: {' '.join(str(error).split())}", NAME_HINT) from None
+    if folder is None:
+        _refuse_formats(name, _files(repository, revision))
+        # By the name of the revision, so that the cache knows it later; the rest by the commit it stands for.
+        folder = Path(_download(repository, revision, CONFIG)).parent
+        for file in files[1:]:
+            _download(repository, folder.name, file)
+    return Repository(name=repository, commit=folder.name, folder=folder)
+
+
+def _cached(repository: str, revision: str, files: tuple[str, ...]) -> Path | None:
+    """The folder of the cache that holds ``files``, or knows of those it does not hold that there are none."""
     from huggingface_hub import try_to_load_from_cache
 
-    try:
-        cached = try_to_load_from_cache(repository, "config.json", revision=revision)
-    except ValueError as error:  # names the hub does not allow, such as two dots in a row
-        raise UserError(f"bad model {name!r}: {error}", "write hf:owner/name or hf:owner/name@revision") from None
-    if isinstance(cached, str):
-        folder = Path(cached).parent
-        return Repository(name=repository, commit=folder.name, folder=folder)
-    files, commit = _files(repository, revision)
-    _refuse_formats(name, files)
-    # By the name of the revision, not by its commit, so that the cache knows both.
-    _download(repository, revision, [file for file in SMALL_FILES if file in files])
-    cached = try_to_load_from_cache(repository, "config.json", revision=commit)
-    if not isinstance(cached, str):
-        raise UserError(f"cannot load {name}: {revision} moved while it was read", "repeat the command")
-    return Repository(name=repository, commit=commit, folder=Path(cached).parent)
+    found = [try_to_load_from_cache(repository, file, revision=revision) for file in files]
+    return Path(found[0]).parent if isinstance(found[0], str) and None not in found else None
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -93,25 +99,31 @@ def _refuse_formats(name: str, files: list[str]) -> None:
     """Repositories that could never be evaluated, by the names of their files."""
     kinds = sorted({Path(file).suffix for file in files} & {".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack"})
     others = f"; it has {', '.join(kinds)}" if kinds else ""
-    if "config.json" not in files:
+    if CONFIG not in files:
         raise UserError(f"cannot load {name}: the repository has no config.json{others}", SAFETENSORS_HINT)
     if WEIGHTS not in files and INDEX not in files:
         raise UserError(f"cannot load {name}: the repository has no model.safetensors{others}", SAFETENSORS_HINT)
 
 
-def _files(repository: str, revision: str) -> tuple[list[str], str]:
-    """What the hub has: names of files and the commit. The first request, with a short limit."""
+def _files(repository: str, revision: str) -> list[str]:
+    """Names of the files the hub has. The first request of all, with a short limit."""
     from huggingface_hub import HfApi
 
-    info = _asked(repository, revision, lambda: HfApi().model_info(repository, revision=revision, timeout=TIMEOUT_S))
-    return [sibling.rfilename for sibling in info.siblings or []], str(info.sha)
+    request = partial(HfApi().model_info, repository, revision=revision, timeout=TIMEOUT_S)
+    return [sibling.rfilename for sibling in _asked(repository, revision, request).siblings or []]
 
 
-def _download(repository: str, revision: str, files: list[str]) -> None:
-    from huggingface_hub import hf_hub_download
+def _download(repository: str, revision: str, file: str) -> str:
+    """Fetch a file into the cache and return its path; one that the repository lacks is noted there, and is ``""``."""
+    from huggingface_hub import errors, hf_hub_download
 
-    for file in files:
-        _asked(repository, revision, lambda file=file: hf_hub_download(repository, file, revision=revision))
+    def request() -> str:
+        try:
+            return hf_hub_download(repository, file, revision=revision)
+        except errors.RemoteEntryNotFoundError:
+            return ""
+
+    return _asked(repository, revision, request)
 
 
 def _asked(repository: str, revision: str, request: Callable[[], Result]) -> Result:

@@ -71,6 +71,9 @@ def score_file(
         raise UserError(f"{text or tokens} gives {len(sequence)} tokens; at least 2 are needed to score one")
     with _replacement(out) as file:
         loaded = load_model(source, window)
+        limit = loaded.model.max_length
+        if limit is not None and len(sequence) > limit:
+            raise UserError(f"{text or tokens} gives {len(sequence)} tokens; {source.label} takes at most {limit}")
         from atma_eval.session import DEFAULT_CHUNK, Session
 
         failure = None

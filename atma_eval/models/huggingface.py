@@ -188,9 +188,9 @@ def check_model(model: HuggingFaceModel, name: str) -> float:
     plain forward over the whole. Returns the largest difference seen, as a share of the logits' spread.
     """
     causal = model._causal
-    device, dtype = causal.device, causal.dtype
-    vocab_size = causal.get_input_embeddings().num_embeddings
-    tokens = torch.randint(vocab_size, (1, sum(CHECK_PIECES)), generator=torch.Generator().manual_seed(0)).to(device)
+    embeddings = causal.get_input_embeddings().weight  # not all weights need have the type that was asked for
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(len(embeddings), (1, sum(CHECK_PIECES)), generator=generator).to(embeddings.device)
     try:
         whole = causal(input_ids=tokens, use_cache=False).logits.float()
         apart = _difference(model.logits(model(tokens)), whole)
@@ -204,7 +204,7 @@ def check_model(model: HuggingFaceModel, name: str) -> float:
         raise UserError(
             f"{name} cannot be evaluated: its {type(causal).__name__} cannot be run in pieces ({reason})"
         ) from None
-    tolerance = TOLERANCE[dtype]
+    tolerance = TOLERANCE[embeddings.dtype]
     if not apart <= tolerance:  # so that NaN is refused
         raise UserError(
             f"{name} cannot be evaluated: head and decoder of its {type(causal).__name__} apart do not give the "
