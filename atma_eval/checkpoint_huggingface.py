@@ -199,9 +199,8 @@ class HuggingFaceSource:
         causal = getattr(transformers, self.architecture)
         kind = causal.config_class.model_type
         if kind != self.config["model_type"]:
-            raise UserError(
-                f"{self.label} is a {self.architecture} of model_type {self.config['model_type']}, not {kind}"
-            )
+            where, given = self.path / "config.json", self.config["model_type"]
+            raise UserError(f"{where}: model_type is {given!r}, but a {self.architecture} is of {kind!r}")
         return causal, causal.config_class.from_pretrained(self.path, local_files_only=True)
 
 
