@@ -21,7 +21,7 @@ from atma_eval.state import State
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")  # what families call what they carry on
 POSITION_TABLE = re.compile(r"wpe|pos")
-CHECK_PIECES = (7, 1, 5)
+CHECK_PIECES, CHECK_WINDOW = (7, 1, 5), 4
 # `check_model` measures differences of logits as a share of their spread. Token by token every cache can be continued,
 # and what that differs from the whole is rounding: at the worst position 6e-6, 0.01 and 0.1 for SmolLM2-135M in these
 # types; more than this is no rounding. Pieces may differ by so many times as much, or by so many steps of the type.
@@ -184,28 +184,55 @@ def check_model(model: HuggingFaceModel, name: str) -> float:
     """Compare this adapter with the model's own forward on a few random tokens; `UserError` where they disagree.
 
     Hidden states and logits apart, single tokens, pieces, and two forks that go on must all give the logits of the
-    plain forward over the whole. Returns the largest difference of pieces and forks, as a share of the logits' spread.
+    plain forward over the whole; where there is a sliding window, also with one that is short enough to slide here.
+    Returns the largest difference of pieces and forks, as a share of the logits' spread.
     """
     causal = model._causal
-    architecture = type(causal).__name__
     embeddings = causal.get_input_embeddings().weight  # not all weights need have the type that was asked for
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(len(embeddings), (1, sum(CHECK_PIECES)), generator=generator).to(embeddings.device)
     try:
         whole = causal(input_ids=tokens, use_cache=False).logits.float()
-        apart = _differences(model.logits(model(tokens)), whole)
-        state = model.init_state()
-        steps = _differences(model.logits(torch.cat([model(token, state) for token in tokens.split(1, 1)], 1)), whole)
-        state = model.init_state()
-        first, second, rest = tokens.split(CHECK_PIECES, 1)
-        begun = [model(first, state), model(second, state)]
-        ends = [model(rest, branch) for branch in (state, state.fork())]
-        pieces = [_differences(model.logits(torch.cat([*begun, end], 1)), whole) for end in ends]
+        largest = _check_pieces(model, name, tokens, whole, embeddings.dtype)
+        with _short_window(causal.config):
+            windowed = causal(input_ids=tokens, use_cache=False).logits.float()
+            if not torch.equal(windowed, whole):  # else there is none, or it is not the config's at this point
+                largest = max(largest, _check_pieces(model, name, tokens, windowed, embeddings.dtype))
+    except UserError:
+        raise
     except Exception as error:  # whatever a family's code raises
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserError(f"{name} cannot be evaluated: its {architecture} cannot be run in pieces ({reason})") from None
-    dtype = embeddings.dtype
-    if not _within(apart, torch.zeros_like(apart), dtype):  # the same operations: there is nothing to round otherwise
+        raise UserError(
+            f"{name} cannot be evaluated: its {type(causal).__name__} cannot be run in pieces ({reason})"
+        ) from None
+    return largest
+
+
+@contextmanager
+def _short_window(config: Any) -> Iterator[None]:
+    """While it lasts, a config with a sliding window has one of a few tokens; masks and caches are made by it."""
+    window = getattr(config, "sliding_window", None)
+    if window is not None:
+        config.sliding_window = min(window, CHECK_WINDOW)
+    try:
+        yield
+    finally:
+        if window is not None:
+            config.sliding_window = window
+
+
+def _check_pieces(model: HuggingFaceModel, name: str, tokens: Tensor, whole: Tensor, dtype: torch.dtype) -> float:
+    """The comparisons of `check_model` for ``tokens`` ``[1, T]`` whose logits are to be ``whole``."""
+    architecture = type(model._causal).__name__
+    apart = _differences(model.logits(model(tokens)), whole)
+    state = model.init_state()
+    steps = _differences(model.logits(torch.cat([model(token, state) for token in tokens.split(1, 1)], 1)), whole)
+    state = model.init_state()
+    first, second, rest = tokens.split(CHECK_PIECES, 1)
+    begun = [model(first, state), model(second, state)]
+    ends = [model(rest, branch) for branch in (state, state.fork())]
+    pieces = [_differences(model.logits(torch.cat([*begun, end], 1)), whole) for end in ends]
+    if not _within(apart, torch.zeros_like(apart), dtype):  # the same operations: nothing is rounded in another way
         raise UserError(
             f"{name} cannot be evaluated: head and decoder of its {architecture} apart do not give the logits of the "
             f"whole (they differ by {apart.max():.2g} of their spread)",
