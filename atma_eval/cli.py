@@ -56,10 +56,9 @@ def _root(
     pass
 
 
-MODEL_HELP = (
-    "Bundled name, checkpoint folder, or random:CONFIG.json. Repeats. Default: the bundled demonstration model."
-)
-Model = Annotated[list[str] | None, typer.Option("--model", "-m", help=MODEL_HELP, metavar="NAME")]
+MODEL_HELP = "Bundled name, checkpoint folder, hf:owner/name[@revision], or random:CONFIG.json."
+MODELS_HELP = MODEL_HELP + " Repeats. Default: the bundled demonstration model."
+Model = Annotated[list[str] | None, typer.Option("--model", "-m", help=MODELS_HELP, metavar="NAME")]
 Lengths = Annotated[str | None, typer.Option(help="2k..64k (doubling), 2k,3000,1m; k = 1,024.", metavar="LIST")]
 TextSource = Annotated[
     str, typer.Option(help="stdlib, a file, a folder, or a .jsonl with a text field.", metavar="SOURCE")
@@ -225,7 +224,7 @@ def train(
 def score(
     model: Annotated[
         str,
-        typer.Option("--model", "-m", help="Bundled name, checkpoint folder, or random:CONFIG.json.", metavar="NAME"),
+        typer.Option("--model", "-m", help=MODEL_HELP, metavar="NAME"),
     ],
     out: Annotated[
         Path, typer.Option("-o", "--out", help="Result: tokens [T], nll [T-1], argmax [T-1].", metavar="FILE.npz")
@@ -436,7 +435,7 @@ def _show_plan(cells: list[Any], as_json: bool) -> None:
             "num_samples": cell.account.num_samples,
             "num_documents": len(cell.text.documents),
             "longest_sequence": cell.account.longest,
-            "training_length": cell.source.config.training_length,
+            "training_length": cell.source.training_length,
             "computed_tokens": cell.account.computed_tokens,
             "naive_tokens": cell.account.naive_tokens,
         }

@@ -36,8 +36,10 @@ FIELDS = (
 # What may differ between a run and the same run interrupted and resumed.
 VOLATILE_FIELDS = ("run_id", "elapsed_s", "peak_memory_bytes")
 # What must agree before rows of a model may be added to those already there.
-MODEL_IDENTITY = ("fingerprint", "config", "dtype", "device", "implementations", "q2_floor", "tokenizer_fingerprint")
-_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken")
+MODEL_IDENTITY = tuple(
+    "fingerprint revision config dtype device implementations q2_floor tokenizer_fingerprint".split()
+)
+_PACKAGES = ("torch", "triton", "numpy", "safetensors", "transformers", "tokenizers", "tiktoken")
 
 
 def not_finite(token: str) -> None:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from atma_eval.checkpoint import LoadedModel, ModelSource, describe_model, find_model, load_model
+from atma_eval.checkpoint import describe_model, find_model, load_model
 from atma_eval.errors import UserError
 from atma_eval.plan import Account, Node, PrefixTree
 from atma_eval.records import SCHEMA, RunDirectory
+from atma_eval.source import LoadedModel, ModelSource
 from atma_eval.spec import RunSpec, TaskSpec
 from atma_eval.tasks.base import Sample, Scored, TaskText
 from atma_eval.text import TextSource, open_text

@@ -194,6 +194,11 @@ class ModelRows:
         return list(dict.fromkeys(row["task"] for row in self.rows))
 
     @property
+    def training_length(self) -> int | None:
+        """Tokens of a training sequence, as the manifest has it."""
+        return self.details.get("training_length") or (self.details.get("config") or {}).get("training_length")
+
+    @property
     def details(self) -> dict[str, Any]:
         """From the manifest; empty where there is none."""
         return self.run.model(self.label)

@@ -62,7 +62,7 @@ def score_file(
         raise UserError(f"--out is {out}", "the result is a .npz file")
     source = find_model(spec)
     if tokens is not None:
-        sequence = _read_tokens(tokens, source.config.vocab_size)
+        sequence = _read_tokens(tokens, source.vocab_size)
     else:
         assert text is not None
         ids = source.tokenizer.encode(read_document(text, text.name).text)
@@ -71,6 +71,9 @@ def score_file(
         raise UserError(f"{text or tokens} gives {len(sequence)} tokens; at least 2 are needed to score one")
     with _replacement(out) as file:
         loaded = load_model(source, window)
+        limit = loaded.model.max_length
+        if limit is not None and len(sequence) > limit:
+            raise UserError(f"{text or tokens} gives {len(sequence)} tokens; {source.label} takes at most {limit}")
         from atma_eval.session import DEFAULT_CHUNK, Session
 
         failure = None

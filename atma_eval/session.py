@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atma_eval.state import LayerStates
+from atma_eval.state import State
 
 DEFAULT_CHUNK = 2048
 HEAD_ELEMENTS = 2**25  # logits formed at once: positions x vocabulary
@@ -25,11 +25,11 @@ class LanguageModel(Protocol):
         """Longest sequence the architecture can take; ``None`` where nothing limits it."""
         ...
 
-    def init_state(self, batch_size: int = 1, capacity: int = 0) -> LayerStates: ...
+    def init_state(self, batch_size: int = 1, capacity: int = 0) -> State: ...
 
     def state_bytes(self, num_tokens: int) -> int: ...
 
-    def __call__(self, tokens: Tensor, state: LayerStates | None = None, last: int | None = None) -> Tensor:
+    def __call__(self, tokens: Tensor, state: State | None = None, last: int | None = None) -> Tensor:
         """Hidden states ``[B, last, C]`` of the last positions of ``tokens`` ``[B, T]``; advances ``state``."""
         ...
 

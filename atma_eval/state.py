@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,26 @@ from atma_eval.kernels.tiles import KVRun
 
 PAGE_SIZE = 256
 DROPPED = -1  # a page that a sliding window has left behind
+
+
+class State(Protocol):
+    """What a model of any kind carries along one stream."""
+
+    @property
+    def length(self) -> int:
+        """Tokens seen so far."""
+        ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def fork(self) -> State:
+        """An independent continuation that shares what it can."""
+        ...
+
+    def release(self) -> None:
+        """Give shared memory back. The state must not be used afterwards."""
+        ...
 
 
 class PagePool:

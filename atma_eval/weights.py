@@ -99,7 +99,7 @@ def check_keys(weights: dict[str, Any], expected: dict[str, Any], path: Path) ->
         ("unexpected", weights.keys() - expected.keys()),
     ):
         if keys:
-            faults.append(f"{len(keys)} {title}: {_listing(keys)}")
+            faults.append(f"{len(keys)} {title}: {listing(keys)}")
     wrong = {
         f"{key} is {list(weights[key].shape)}, not {list(shape)}"
         for key, shape in expected.items()
@@ -109,14 +109,15 @@ def check_keys(weights: dict[str, Any], expected: dict[str, Any], path: Path) ->
         f"{key} is {weights[key].dtype}" for key in expected if key in weights and not weights[key].is_floating_point()
     }
     if coded:
-        faults.append(f"{len(coded)} not of floating point: {_listing(coded)}")
+        faults.append(f"{len(coded)} not of floating point: {listing(coded)}")
     if wrong:
-        faults.append(f"{len(wrong)} of another shape: {_listing(wrong)}")
+        faults.append(f"{len(wrong)} of another shape: {listing(wrong)}")
     if faults:
         raise UserError(f"{path} does not fit its config.json: " + "; ".join(faults), _family_hint(weights))
 
 
-def _listing(names: Iterable[str]) -> str:
+def listing(names: Iterable[str]) -> str:
+    """Sorted names, the first dozen of them."""
     names = sorted(names)
     more = f", and {len(names) - MAX_LISTED_KEYS} more" if len(names) > MAX_LISTED_KEYS else ""
     return ", ".join(names[:MAX_LISTED_KEYS]) + more

@@ -128,6 +128,17 @@ BAD_INPUT = [  # command, part of the error, part of the hint (None: no hint pro
     (f"niah --model {'x' * 300}", "too long", None),
     ("niah --model ~nobody-here/x", "unknown model", "folder"),
     ("niah --model hf:owner/name", "hf:owner/name", "folder"),
+    ("niah --model hf:owner/name@v2", "hf:owner/name@v2", "folder"),
+    ("niah --model hf:name", "bad model 'hf:name'", "hf:owner/name"),
+    ("niah --model encoder", "encoder is a BertForMaskedLM", "ForCausalLM"),
+    ("niah --model quantised", "quantised is quantised", "full weights"),
+    ("niah --model causal", "causal has no tokenizer.json", "--tokenizer"),
+    ("niah --model causal --tokenizer gpt2", "50257 tokens, the model 257", "--tokenizer"),
+    ("niah --model causal --impl triton", "--impl triton", "leave"),
+    ("niah --model causal --q2-floor 1e-6", "--q2-floor", "leave"),
+    ("ppl --model own-code", "(auto_map) and is never run", "newer version"),
+    ("ppl --model no-weights", "no-weights has no model.safetensors", "save_pretrained"),
+    ("ppl --model model.gguf", "GGUF", "save_pretrained"),
     ("niah --model random:nosuch.json", "nosuch.json", None),
     ("niah --model random:notes.txt", "notes.txt is not JSON", None),
     ("niah --model only_config", "only_config has no weights", "weights.safetensors"),
@@ -223,6 +234,18 @@ def prepare_folder(folder: Path) -> None:
     for name, config in {"only_config": TINY, "raven": {"arch_type": "raven_native", "hidden_size": 1024}}.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 257}
+    for name, config in {
+        "causal": llama,
+        "no-weights": llama,
+        "encoder": {**llama, "model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        "quantised": {**llama, "quantization_config": {"quant_method": "gptq"}},
+        "own-code": {**llama, "architectures": ["MineForCausalLM"], "auto_map": {"AutoModelForCausalLM": "mine.Mine"}},
+    }.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "causal/model.safetensors").touch()
+    (folder / "model.gguf").touch()
     (folder / "restart").mkdir()
     (folder / "restart/stage-step-000100.pt").touch()
     (folder / "folder.npz").mkdir()

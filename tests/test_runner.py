@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 
-from atma_eval import checkpoint, runner
+from atma_eval import runner, source
 from atma_eval.errors import UserError
 from atma_eval.kernels import tiles
 from atma_eval.records import FIELDS, VOLATILE_FIELDS, RunDirectory, read_curves, read_rows
@@ -271,7 +271,7 @@ def test_twenty_thousand_rows_open_quickly(tmp_path, finished):
 def test_rows_do_not_depend_on_threads(tmp_path, tiny_name, monkeypatch):
     results = []
     for threads in (1, 2):
-        monkeypatch.setattr(checkpoint, "_num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(source, "_num_threads", lambda threads=threads: threads)
         results.append(stable(run(request(tmp_path / f"run{threads}", tiny_name, lengths=(100, 3000), docs=1)).rows))
     tiles.use_workers(1)
     assert results[0] == results[1]

@@ -10,7 +10,7 @@ from atma_eval.runs import ModelRows, Run
 
 MODEL_FIELDS = (
     "architecture num_parameters training_length trained_window dtype device device_name implementations tokenizer "
-    "tokenizer_fingerprint q2_floor fingerprint path"
+    "tokenizer_fingerprint q2_floor fingerprint path revision"
 ).split()
 
 
@@ -46,7 +46,7 @@ def _invocations(run: Run) -> Html:
 
 
 def _details(label: str, details: Mapping[str, Any]) -> Html:
-    known = {**details, "training_length": _dict(details.get("config")).get("training_length")}
+    known = {"training_length": _dict(details.get("config")).get("training_length"), **details}
     return join(
         el("h3", label), _pairs({name: known.get(name) for name in MODEL_FIELDS if known.get(name) is not None})
     )

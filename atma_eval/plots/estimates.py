@@ -75,7 +75,7 @@ def _by_gap(models: Sequence[ModelRows], task: str) -> bool:
 
 def _common(kind: str, models: list[ModelRows], task: str, metric: Metric, title: str) -> dict[str, Any]:
     row = rows_of(models[0], task)[0]
-    trained = {(model.details.get("config") or {}).get("training_length") for model in models}
+    trained = {model.training_length for model in models}
     return {
         "kind": kind,
         "task": task,

@@ -36,7 +36,7 @@ def _forest(table: Table, num_tests: int) -> ForestChart:
     )
     counts = [gap.n for gaps in differences.values() for gap in gaps]
     seeds = [seed for entry in table.entries for seed in entry.seeds]
-    trained = {(seed.details.get("config") or {}).get("training_length") for seed in seeds}
+    trained = {seed.training_length for seed in seeds}
     caption = (
         f"Each model {'over' if ratio else 'less'} {table.baseline} on the samples both have: n = {range_text(counts)} "
         f"pairs of {range_text(documents)} documents. Bars: {interval}. Filled: different at 5 %, adjusted over "
