@@ -105,10 +105,11 @@ def _only_writer(work: Path, rank: int) -> Iterator[None]:
     work.mkdir(parents=True, exist_ok=True)
     folder = os.open(work, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another training run is writing to {work}", "give another --work folder") from None
         yield
-    except BlockingIOError:
-        raise UserError(f"another training run is writing to {work}", "give another --work folder") from None
     finally:
         os.close(folder)
         with suppress(OSError):  # not empty: something was saved
