@@ -98,7 +98,10 @@ def _find_folder(name: str) -> tuple[Path, str]:
         _refuse_restart_folder(path)
         if any(path.glob("*.gguf")):
             raise UserError(f"{path} holds GGUF files, which are not supported", hub.SAFETENSORS_HINT)
-        raise UserError(f"{path} has no config.json", "a checkpoint folder holds config.json and the weights")
+        raise UserError(
+            f"{path} has no config.json",
+            "a folder holds config.json and the weights; a training run writes both with its first checkpoint",
+        )
     return path, path.resolve().name
 
 

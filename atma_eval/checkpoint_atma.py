@@ -111,14 +111,17 @@ class AtmaSource:
             share_cpu(sum(p.numel() for p in model.parameters()))
         return model
 
-    def _windowed(self, window: str | int) -> AtmaConfig:
-        """The config with the window that is to be applied."""
-        config = self.config
-        if isinstance(window, int) and config.attn_type == "none":
+    def check_window(self, window: str | int) -> None:
+        if isinstance(window, int) and self.config.attn_type == "none":
             raise UserError(
                 f"window {window} was asked for, but {self.label} has no attention to apply it to (memory only)",
                 "leave --window out, or leave that model out",
             )
+
+    def _windowed(self, window: str | int) -> AtmaConfig:
+        """The config with the window that is to be applied."""
+        self.check_window(window)
+        config = self.config
         if window == "train":
             return config
         return dataclasses.replace(config, attn_window=None if window == "full" else int(window))

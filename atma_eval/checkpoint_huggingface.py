@@ -123,12 +123,15 @@ class HuggingFaceSource:
             )
         return fitting(JsonTokenizer(path, self.label), self.vocab_size)
 
-    def describe(self, window: str | int) -> dict[str, Any]:
+    def check_window(self, window: str | int) -> None:
         if window != "train":
             raise UserError(
                 f"window {window} was asked for, but {self.label} is run by transformers as its config.json says",
                 "leave --window out (a preset that sets one cannot be used with it)",
             )
+
+    def describe(self, window: str | int) -> dict[str, Any]:
+        self.check_window(window)
         if self.repository is not None:
             self.repository.fetch_weights()
         weights = [self.path / name for name in hub.weight_files(self.path)]

@@ -217,6 +217,7 @@ def train(
     try:
         train(spec)
     except KeyboardInterrupt:
+        say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
@@ -300,6 +301,8 @@ def list_all(as_json: AsJson = False) -> None:
             table.add_column(
                 column.replace("_", " "),
                 justify="right" if column in ("num_bytes", "num_tokens", "training_length") else "left",
+                overflow="fold",  # a name is there to be typed
+                no_wrap=column == "name",
             )
         for entry in entries:
             table.add_row(
@@ -403,7 +406,10 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
                 events = runner.Events(on_message=progress.message, on_row=progress.row, on_tokens=progress.tokens)
                 result = runner.run(cells, events, directory)
     except KeyboardInterrupt:
-        say(f"interrupted; finished rows are in {spec.out}, and the same command continues")
+        if (spec.out / "records.jsonl").is_file():
+            say(f"interrupted; finished rows are in {spec.out}, and the same command continues")
+        else:
+            say("interrupted before the first row")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     cells_summary = summary(result.rows, result.curves)
     if as_json:

@@ -83,6 +83,7 @@ def prepare(spec: RunSpec) -> list[Cell]:
     cells = []
     for source in sources:
         for task in spec.tasks:
+            source.check_window(task.window)
             if task.text not in texts:
                 texts[task.text] = open_text(task.text)
             at = (task.task.name, source.tokenizer.fingerprint)

@@ -41,6 +41,10 @@ class ModelSource(Protocol):
     @property
     def training_length(self) -> int | None: ...
 
+    def check_window(self, window: str | int) -> None:
+        """Raise `UserError` for a window that the model cannot be given; ``train``, ``full`` or a number of keys."""
+        ...
+
     def describe(self, window: str | int) -> dict[str, Any]:
         """What the manifest says of the model: found out, and its weight files checked, without loading them."""
         ...

@@ -55,6 +55,8 @@ def parse_lengths(text: str | list[Any]) -> tuple[int, ...]:
     lengths: set[int] = set()
     for part in parts:
         first, dots, last = part.partition("..")
+        if dots and not (first.strip() and last.strip()):
+            raise UserError(f"bad length range {part.strip()!r}: it has one end", LENGTHS_HINT)
         low = parse_length(first)
         if not dots:
             lengths.add(low)
@@ -152,7 +154,7 @@ def load_preset(name: str, allowed_families: tuple[str, ...] | None = None) -> P
     description = str(values.pop("description", ""))
     window = parse_window(values.pop("window", "train"))
     preset = Preset(name=path.stem, family=family, description=description, values=values, window=window)
-    check_keys(values, preset.fields, str(path))
+    check_keys(values, preset.fields | {"family", "description", "window"}, str(path))
     return preset
 
 
@@ -185,7 +187,7 @@ def build_task(preset: Preset, **overrides: Any) -> Task:
     if values.get("draws", "trial") not in ("trial", "sequence"):
         raise UserError(f"{preset.name}: draws is {values['draws']!r}", "allowed: trial, sequence")
     if "cue" in values and not _is_template(values["cue"]):
-        raise UserError(f"{preset.name}: cue is {values['cue']!r}", "allowed: text in which {key} stands for the key")
+        raise UserError(f"{preset.name}: cue is {values['cue']!r}", "allowed: text; {key} in it stands for the key")
     try:
         return family(name=preset.name, **values)
     except TypeError as error:

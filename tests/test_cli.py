@@ -163,6 +163,7 @@ BAD_INPUT = [  # command, part of the error, part of the hint (None: no hint pro
     (f"niah {M} --lengths 2_", "'2_'", "2k..64k"),
     (f"niah {M} --lengths=-5", "'-5'", "2k..64k"),
     (f"niah {M} --lengths=", "bad length ''", "2k..64k"),
+    (f"niah {M} --lengths 2k..", "bad length range '2k..': it has one end", "2k..64k"),
     (f"ppl {M} --lengths 1e3", "'1e3'", "2k..64k"),
     (f"niah {M} --lengths 5", "a gap of 5 tokens", "is 11"),
     (f"niah {M} --lengths 10,2k", "a gap of 10 tokens", "is 11"),

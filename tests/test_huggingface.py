@@ -667,6 +667,8 @@ def rows_of(folder: str) -> list[dict]:
 @pytest.mark.parametrize("command", ["niah --trials 2 --docs 2", "ppl --docs 2"])
 def test_evaluations_and_their_repetition(call, command, monkeypatch):
     arguments = [*command.split(), "--model", "tiny-llama", "--lengths", "64,128", "-o", "run"]
+    code, _, error = call(*arguments[:-2], "--dry-run", "--window", "128")
+    assert (code, "window 128 was asked for" in error) == (2, True)
     plan = json.loads(call(*arguments[:-2], "--dry-run", "--json")[1])
     (cell,) = plan["cells"]
     assert (cell["tokenizer"], cell["training_length"]) == ("tiny-llama", 512)

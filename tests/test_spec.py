@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT
 
 from atma_eval.bundled import bundled_presets
 from atma_eval.errors import UserError
@@ -105,6 +106,13 @@ def test_devices():
 
 
 # -- presets ----------------------------------------------------------------------------------------------
+
+
+def test_every_key_of_a_preset_is_explained():
+    lines = (ROOT / "tasks" / "README.md").read_text().splitlines()
+    rows = {line.split("`")[1] for line in lines if line.startswith("| `")}
+    fields = {name for preset in ("induction", "perplexity") for name in load_preset(preset).fields}
+    assert rows == fields | {"family", "description", "window"}
 
 
 def test_bundled_presets_build():

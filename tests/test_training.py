@@ -147,7 +147,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path, corp
     trainer.run(until=5)
     with torch.no_grad():
         trainer.model.norm.weight[0] = torch.nan
-    with pytest.raises(ComputationError, match=r"loss is nan at step 5; the weights before are in .*last\.pt"):
+    with pytest.raises(ComputationError, match=r"loss is nan at step 5; .*last\.pt keeps step 5"):
         trainer.run()
     kept = Trainer(tiny(), corpus, tmp_path)
     assert kept.resume()
@@ -183,9 +183,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(tmp_path, corp
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
 
     monkeypatch.setattr(torch, "save", cut_short)
-    with pytest.raises(
-        UserError, match=r"cannot write .*last\.pt: PytorchStreamWriter(.|\n)*keeps the last checkpoint"
-    ):
+    with pytest.raises(UserError, match=r"cannot write .*last\.pt: PytorchStreamWriter(.|\n)*keeps step 1, and"):
         trainer.run(until=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "last.pt"]
     rest = Trainer(tiny(), corpus, tmp_path)
@@ -445,10 +443,25 @@ def test_a_recipe_may_change_another(tmp_path):
     (tmp_path / "own.yaml").write_text("base: absent.yaml\n")
     with pytest.raises(UserError, match=r"absent\.yaml"):
         read_recipe(tmp_path / "own.yaml")
+    (tmp_path / "own.yaml").write_text("base: sofmax\n")
+    with pytest.raises(UserError, match=r"own\.yaml: no base 'sofmax'(.|\n)*did you mean softmax"):
+        read_recipe(tmp_path / "own.yaml")
     (tmp_path / "base.yaml").write_text(TINY + "sed: 4\n")
     (tmp_path / "own.yaml").write_text("base: base.yaml\nseed: 7\n")
     with pytest.raises(UserError, match=r"base\.yaml: unknown field 'sed'"):
         read_recipe(tmp_path / "own.yaml")
+
+
+@pytest.mark.parametrize("base", ["swa", "swa.yaml"])
+def test_a_bundled_recipe_may_be_the_base(tmp_path, base):
+    stages = "stages: [{length: 64, tokens_per_step: 64, steps: 1, mixture: {plain: 1}}]"
+    (tmp_path / "own.yaml").write_text(f"base: {base}\n{stages}\n")
+    own, theirs = read_recipe(tmp_path / "own.yaml"), read_recipe(ROOT / "configs" / "train" / "swa.yaml")
+    assert (own.training_length, theirs.training_length) == (64, 2048)
+    assert own.model == dataclasses.replace(theirs.model, training_length=64)
+    (tmp_path / "swa.yaml").write_text(TINY)
+    (tmp_path / "own.yaml").write_text("base: swa.yaml\n")
+    assert read_recipe(tmp_path / "own.yaml").model.attn_type == "polar"  # the one beside it comes first
 
 
 def test_every_field_of_a_recipe_is_explained():

@@ -79,6 +79,12 @@ def test_a_recipe_becomes_a_checkpoint_folder(folder):
     assert (out / "weights.safetensors").read_bytes() == before
 
 
+def test_the_command_on_the_card_can_be_typed(folder):
+    (folder / "of two words.yaml").write_text("base: small.yaml\n")
+    card = (quick("of two words.yaml", out=folder / "a b", dtype="fp32", threads=2) / "README.md").read_text()
+    assert f"    atma-eval train 'of two words.yaml' --out '{folder}/a b' --dtype fp32 --threads 2\n" in card
+
+
 def test_recall_by_step_of_several_trainings(folder, monkeypatch, capsys):
     out = quick()
     steps, recall = curves.read_recall(out)
@@ -169,8 +175,7 @@ def test_control_c_keeps_the_checkpoint(folder, monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", interrupted)
     result = call("small.yaml")
     assert result.exit_code == 130
-    assert "interrupted at step 7" in result.output
-    assert "the same command goes on" in result.output
+    assert "interrupted at step 7; runs/small/last.pt keeps step 5, and the same command goes on" in result.output
     assert torch.load(folder / "runs/small/last.pt")["step"] == 5
     model = load_model(find_model(ModelSpec(name="runs/small")), "train").model  # a run that is under way
     assert model.config.hidden_size == 16

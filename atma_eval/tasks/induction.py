@@ -139,7 +139,8 @@ class Induction:
                 raise UserError(
                     f"{self.name}: the {tokenizer.name} tokenizer takes the {self.num_digits} digits of {value!r} "
                     f"as {len(tokenizer.encode(value))} tokens, so no digit could be scored on its own",
-                    "take a preset in which each digit is one token: induction for bytes, access-code for GPT-2",
+                    "take a preset in which each digit is one token (induction for bytes, access-code for GPT-2), "
+                    "or by --tokenizer the one the model was trained with",
                 )
         minimum = max(len(tokenizer.encode(needle.cue)) for needle in needles) + self.num_digits
         if min(self.lengths) < minimum:

@@ -126,6 +126,7 @@ class Trainer:
         self._heights = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.step = 0
         self.seconds = 0.0
+        self.saved_step: int | None = None  # of the checkpoint on disk
         self.recent: list[Step] = []  # since the last report
         self.history: list[tuple[int, Step]] = []  # step and means of each report
 
@@ -155,6 +156,7 @@ class Trainer:
             (self.work / "config.json").write_text(config + "\n")  # with it, the folder is one that --model takes
             torch.save(held, partial)
             os.replace(partial, self.checkpoint)  # a kill while writing leaves the previous checkpoint
+            self.saved_step = self.step
         except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
             partial.unlink(missing_ok=True)
             why = getattr(error, "strerror", None) or first_line(error)
@@ -192,15 +194,16 @@ class Trainer:
         for optimizer, state in zip(self.optimizers, held["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
         self.step, self.seconds = held["step"], held["seconds"]
+        self.saved_step = self.step
         self.recent = [Step(*step) for step in held["recent"]]
         self.history = [(step, Step(*mean)) for step, *mean in held["history"]]
         return True
 
     def kept(self) -> str:
         """What an ending that was not wished for leaves behind."""
-        if self.checkpoint.is_file():
-            return f"{self.checkpoint} keeps the last checkpoint; the same command goes on from it"
-        return "no checkpoint was written yet"
+        if self.saved_step is None:
+            return "no checkpoint was written yet"
+        return f"{self.checkpoint} keeps step {self.saved_step:,}, and the same command goes on from it"
 
     def _draw(self) -> Batch:
         """All sequences of the step; every rank draws them all, for records are drawn in their order."""
@@ -267,7 +270,11 @@ class Trainer:
         )
 
     def _diverged(self, what: str, value: float) -> ComputationError:
-        kept = f"the weights before are in {self.checkpoint}" if self.checkpoint.is_file() else "nothing was saved yet"
+        kept = (
+            f"{self.checkpoint} keeps step {self.saved_step}"
+            if self.saved_step is not None
+            else "nothing was saved yet"
+        )
         return ComputationError(
             f"the {what} is {value} at step {self.step}; {kept}",
             "the same command would meet it again: lower learning_rate in the recipe and give another --work folder",

@@ -154,7 +154,8 @@ def find_recipe(name: str) -> Path:
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe; an unknown or missing field, or one of the wrong type, is an error.
 
-    ``base`` names another recipe beside it, of which it changes fields, and those of ``model`` one by one.
+    ``base`` names another recipe beside it, or a bundled one, of which it changes fields, and those of ``model`` one
+    by one. With stages of its own it does not take over the training length.
     """
     return recipe_from_dict(_with_base(path, ()), str(path))
 
@@ -168,11 +169,25 @@ def _with_base(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     _check_names({f.name for f in dataclasses.fields(Recipe)}, values, str(path))
     if base is None:
         return values
-    below = _with_base(path.parent / str(base), (*above, path.resolve()))
-    own_model = values.get("model", {})
-    if isinstance(own_model, dict) and isinstance(below.get("model"), dict):
-        values["model"] = {**below["model"], **own_model}
+    below = _with_base(_find_base(path, str(base)), (*above, path.resolve()))
+    if isinstance(below.get("model"), dict):
+        if "stages" in values:
+            below["model"].pop("training_length", None)
+        if isinstance(own_model := values.get("model", {}), dict):
+            values["model"] = {**below["model"], **own_model}
     return {**below, **values}
+
+
+def _find_base(path: Path, base: str) -> Path:
+    """The recipe beside ``path`` of this name, else the bundled one."""
+    beside, name = path.parent / os.path.expanduser(base), base.removesuffix(".yaml")
+    if beside.is_file():
+        return beside
+    if name in bundled_recipes():
+        return bundled_recipes()[name]
+    raise UserError(
+        f"{path}: no base {base!r}", f"a recipe beside it, or a bundled one; {did_you_mean(name, bundled_recipes())}"
+    )
 
 
 def recipe_from_dict(values: Any, source: str) -> Recipe:

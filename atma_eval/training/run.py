@@ -6,6 +6,7 @@ import fcntl
 import gc
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -196,7 +197,7 @@ def _device_name(device: str) -> str:
 def _command(spec: TrainSpec, out: Path, world: int) -> str:
     """What makes this folder again; of the options, those that bear on the weights."""
     start = f"torchrun --nproc-per-node {world} -m atma_eval.training" if world > 1 else "atma-eval train"
-    command = f"{start} {spec.recipe} --out {out}"
+    command = f"{start} {shlex.quote(spec.recipe)} --out {shlex.quote(str(out))}"
     if spec.dtype != "auto":
         command += f" --dtype {spec.dtype}"
     if spec.threads != 1:
