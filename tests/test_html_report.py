@@ -111,7 +111,7 @@ def test_what_is_known_of_the_run_is_told(tmp_path):
     page = Page(html_report(read_models([write_run(tmp_path / "a", [row()], whole)])))
     for words in ("atma-eval niah -m m", "9.8.7", "c0ffee", "bfloat16", "cuda", "H200", "f1ngerpr1nt", "5ha"):
         assert words in page.text
-    assert "is unfinished: 1 of 2 rows of induction for m" in page.text
+    assert "is unfinished: 1 of 2 trials of induction for m" in page.text
     bare = Page(html_report(read_models([write_run(tmp_path / "b", [row()])])))
     assert "there is no manifest" in bare.text and "has no manifest" in bare.text
 

@@ -40,6 +40,7 @@ def plot(
     from atma_eval.console import say, wide_console
     from atma_eval.plots.builders import build_charts
     from atma_eval.runs import read_models
+    from atma_eval.words import plural
 
     if out is not None:
         from atma_eval.plots.files import suffix_of
@@ -57,4 +58,4 @@ def plot(
         from atma_eval.plots.files import save
 
         save(charts, out)
-        say(f"{len(charts)} picture{'s' if len(charts) != 1 else ''} in {out}")
+        say(f"{plural(len(charts), 'picture')} in {out}")

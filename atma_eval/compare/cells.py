@@ -34,6 +34,11 @@ class Cell:
         """Trials or documents, each once whatever the number of seeds; of imported means those behind them."""
         return sum(unit.num_trials for unit in self.units.values())
 
+    @property
+    def outcomes(self) -> str:
+        """What became of rows that were not scored: ``2 oom, 1 nan``; empty where all were."""
+        return ", ".join(f"{count} {status}" for status, count in self.statuses.items())
+
 
 Cells = dict[tuple[str, Column], Cell]  # by the line's name
 

@@ -15,10 +15,11 @@ from atma_eval.html_report.manifest import manifest_section
 from atma_eval.html_report.parts import Html, el, page
 from atma_eval.html_report.tasks import how_to_read, summary_section, task_section
 from atma_eval.plots.builders import build_charts
-from atma_eval.plots.charts import Chart, plural
+from atma_eval.plots.charts import Chart
 from atma_eval.plots.estimates import models_with
 from atma_eval.plots.forest import forests_of
 from atma_eval.runs import ModelRows
+from atma_eval.words import plural
 
 MOST_IN_TITLE = 3  # tasks that are named there
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atma_eval.compare import Comparison, Table
+from atma_eval.compare.effective import effective_sheet
 from atma_eval.compare.sheets import Line as SheetLine
-from atma_eval.compare.sheets import Sheet, Text, effective_sheet, main_sheet, number
+from atma_eval.compare.sheets import Sheet, Text, main_sheet
 from atma_eval.html_report.claims import claims_of
 from atma_eval.html_report.parts import Content, Html, el, folded, join, picture, table
 from atma_eval.metrics import METRICS, is_retrieval, metrics_of
-from atma_eval.plots.charts import Chart, Line, Point, failures_text, length_text, plural, range_text
+from atma_eval.plots.charts import Chart, Line, Point, failures_text, length_text, range_text
 from atma_eval.plots.estimates import by_length, chance_of, models_with, rows_of
 from atma_eval.plots.files import render
 from atma_eval.runs import ModelRows
+from atma_eval.words import number, plural, span
 
 MOST_UNFOLDED = 4  # models whose metrics are all shown at once
 CONTROL_LINES = ("exact", "first_token", "nll")
@@ -26,7 +28,7 @@ def _estimate(point: Point | None) -> Html:
     mean, low, high, _ = point.estimate
     if mean is None:
         return el("td", failures_text(point.failed) or "–", class_="bad")
-    interval = "no interval" if low is None or high is None else f"{number(low)}–{number(high)}"
+    interval = "no interval" if low is None or high is None else span(low, high)
     lost = el("small", f"and {failures_text(point.failed)}", class_="bad") if point.failed else None
     return el("td", number(mean), el("small", interval), lost)
 
@@ -113,7 +115,7 @@ def _at(point: Point | None) -> Html:
     if point is None:
         return el("td", "nothing scored", class_="bad")
     mean, low, high, n = point.estimate
-    interval = "no interval" if low is None or high is None else f"{number(low)}–{number(high)}"
+    interval = "no interval" if low is None or high is None else span(low, high)
     under = f"{interval}, n = {n}, at {length_text(point.at)}"
     return el("td", "–" if mean is None else number(mean), el("small", under))
 

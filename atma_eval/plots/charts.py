@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from atma_eval.metrics import Metric
 from atma_eval.stats import Estimate
+from atma_eval.words import minus
 
 KINDS = ("heatmap", "accuracy", "nll", "position", "forest")
 MOST_IN_ONE_PANEL = 6  # lines; more get a panel each
@@ -113,17 +114,14 @@ def length_text(length: float) -> str:
 
 def number_text(value: float) -> str:
     """Three digits or so."""
-    if value != 0 and not 5e-4 <= abs(value) < 1e5:
-        return f"{value:.0e}"
-    return f"{value:.{2 if abs(value) < 100 else 0}f}" if abs(value) >= 0.01 or value == 0 else f"{value:.3f}"
+    size = abs(value)
+    if size != 0 and not 5e-4 <= size < 1e5:
+        return minus(value) + f"{size:.0e}"
+    return minus(value) + (f"{size:.{2 if size < 100 else 0}f}" if size >= 0.01 or size == 0 else f"{size:.3f}")
 
 
 def failures_text(failed: dict[str, int]) -> str:
     return ", ".join(f"{count} {status}" for status, count in failed.items())
-
-
-def plural(count: str | int, noun: str) -> str:
-    return f"{count} {noun}" if str(count) == "1" else f"{count} {noun}s"
 
 
 def range_text(counts: Iterable[int]) -> str:

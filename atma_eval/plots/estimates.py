@@ -21,11 +21,11 @@ from atma_eval.plots.charts import (
     length_text,
     marks_text,
     number_text,
-    plural,
     range_text,
 )
 from atma_eval.runs import ModelRows
 from atma_eval.stats import Estimate
+from atma_eval.words import plural
 
 CONTROLS = ("absent", "format")
 NOTHING = Estimate(None, None, None, 0)

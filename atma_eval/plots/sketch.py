@@ -21,6 +21,7 @@ from atma_eval.plots.charts import (
     length_text,
     number_text,
 )
+from atma_eval.words import span
 
 BLOCKS = " ▏▎▍▌▋▊▉█"
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -124,7 +125,7 @@ def _cell(point: Point | None, scale: tuple[float, float], *, interval: bool) ->
     share = (mean - scale[0]) / (scale[1] - scale[0])
     text = Text(f"{bar(share)} {number_text(mean):>5}")
     if interval and low is not None and high is not None:
-        text.append(f"\n{number_text(low)}–{number_text(high)}", style="dim")
+        text.append(f"\n{span(low, high, number_text)}", style="dim")
     elif interval:
         text.append("\nno interval", style="dim")
     else:
