@@ -48,7 +48,8 @@ def plot(
         suffix_of(out)  # a name that cannot be is refused before the work
     models = read_models(runs)
     charts = build_charts(models, kinds=kind or (), task=task, metric=metric, baseline=baseline)
-    for note in dict.fromkeys(note for model in models for note in model.run.notes):
+    notes = [note for model in models for note in model.run.notes] + [note for chart in charts for note in chart.notes]
+    for note in dict.fromkeys(notes):
         say(f"note: {note}")
     if terminal or out is None:
         from atma_eval.plots.sketch import Sketch

@@ -136,7 +136,8 @@ def _tasks(models: Sequence[ModelRows], spec: CompareSpec) -> list[str]:
 def _refuse_metric(name: str, first: dict[str, Row]) -> NoReturn:
     """Say what metrics there are; ``first`` is a row of each task."""
     if len(first) == 1:
-        metric_for(*first.values(), name)
+        (row,) = first.values()
+        metric_for(row, name)
     known = list(dict.fromkeys(metric for row in first.values() for metric in metrics_of(row)))
     what = f"no task here has the metric {name!r}" if name in METRICS else f"unknown metric {name!r}"
     raise UserError(what, did_you_mean(name, known))

@@ -18,6 +18,14 @@ from atma_eval.words import plural
 
 Samples = dict[UnitKey, Row]
 
+
+def apart(models: Sequence[ModelRows], task: str, metric: Metric) -> Iterator[str]:
+    """All that sets models apart which are shown together all the same."""
+    yield from tokenizer_notes(models, task, metric)
+    yield from window_notes(models, task)
+    yield from groups_that_pair(models, task)[1]
+
+
 # -- samples ------------------------------------------------------------------------------------------------
 
 

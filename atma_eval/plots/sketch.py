@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atma_eval.plots.charts import (
+    MARKS,
     Chart,
     ForestChart,
     Gap,
@@ -87,8 +88,9 @@ def _caption(chart: Chart) -> str:
     """The picture's own, less the words on how it is drawn."""
     text = chart.caption
     if isinstance(chart, LineChart):
-        intervals = text.split(": ", 1)[1]
-        text = f"{intervals[0].upper()}{intervals[1:]}" if chart.kind == "position" else f"In grey: {intervals}"
+        marks, _, intervals = text.partition(": ")
+        if marks in MARKS:
+            text = f"{intervals[0].upper()}{intervals[1:]}" if chart.kind == "position" else f"In grey: {intervals}"
         text = text.replace("Thin lines are controls", "Controls").replace("× marks", "named at")
         text = text.replace(" (may leave the frame)", "")
     elif isinstance(chart, ForestChart):
