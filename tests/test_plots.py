@@ -188,14 +188,14 @@ def test_losses_of_other_tokenizers_are_drawn_in_bits_per_byte(tmp_path):
     runs = [with_tokenizer(losses(tmp_path / name, [name]), f"{name}-v1") for name in ("m", "n")]
     loss, position = build_charts(read_models(runs))
     assert loss.metric.name == "bits_per_byte" and "bits per byte compare, but of the text each read" in loss.caption
-    assert "other tokenizers (m, n)" in loss.caption
+    assert "different tokenizers (m, n)" in loss.caption
     assert position.metric.name == "nll" and "nll (nats) is per token and does not compare" in position.caption
     (named,) = build_charts(read_models(runs), metric="nll")
     assert named.metric.name == "nll" and "does not compare; bits_per_byte does" in named.caption
     alike = [with_tokenizer(losses(tmp_path / f"x{name}", [name]), "byte-v1") for name in ("m", "n")]
     assert all(c.metric.name == "nll" and c.notes == () for c in build_charts(read_models(alike)))
     heat, _ = build_charts(read_models(runs), kinds=("heatmap", "position"))
-    assert heat.metric.name == "bits_per_byte" and "other tokenizers" in heat.caption
+    assert heat.metric.name == "bits_per_byte" and "different tokenizers" in heat.caption
 
 
 def test_samples_that_differ_are_drawn_with_what_differs(tmp_path):

@@ -150,11 +150,11 @@ def headline_metrics(models: Sequence[ModelRows], row: Row) -> tuple[str, ...]:
 
 
 def tokenizer_notes(models: Sequence[ModelRows], task: str, metric: Metric) -> Iterator[str]:
-    """That models have other tokenizers, and what this does to the metric shown."""
+    """That models have different tokenizers, and what this does to the metric shown."""
     names = tokenizer_names(models)
     if len(names) < 2:
         return
-    words = f"models of {task} have other tokenizers ({', '.join(names)}): they are not paired"
+    words = f"models of {task} have different tokenizers ({', '.join(names)}): they are not paired"
     retrieval = any(is_retrieval(row) for model in models for row in model.rows if row["task"] == task)
     if metric.kind in ("mean", "exponential"):
         better = "" if retrieval else "; bits_per_byte does, of the text each read"
