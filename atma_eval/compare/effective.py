@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from atma_eval.compare.cells import SHARE
 from atma_eval.compare.sheets import NOTHING, Line, Sheet, Text
-from atma_eval.compare.tables import SHARE, Table
+from atma_eval.compare.tables import Table
 from atma_eval.stats import EffectiveLength
 from atma_eval.words import number
 

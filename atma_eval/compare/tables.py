@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from atma_eval import stats
-from atma_eval.compare.cells import Cells, cells_of
+from atma_eval.compare.cells import Cells, cells_of, effective_length
 from atma_eval.compare.columns import BY_METRICS, By, Column, has_parts, metric_by
 from atma_eval.compare.contrast import Contrast, adjust, contrast
 from atma_eval.compare.notes import MISSING, task_notes
@@ -20,8 +19,6 @@ from atma_eval.errors import UserError, did_you_mean
 from atma_eval.metrics import METRICS, Metric, Row, is_retrieval, metric_for, metrics_of
 from atma_eval.runs import ModelRows
 from atma_eval.stats import EffectiveLength
-
-SHARE = 0.85  # of the shortest length's score, which an effective length keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,17 +264,12 @@ def _two_best(found: list[Entry], column: Column, cells: Cells, metric: Metric) 
 def _effective_lengths(
     found: list[Entry], columns: list[Column], cells: Cells, metric: Metric
 ) -> dict[str, EffectiveLength]:
-    """Of scores between 0 and 1, on the lengths each model has."""
-    if metric.kind not in ("proportion", "share"):
-        return {}
     lengths = {}
     for entry in found:
-        by_length = {c.length: cells[entry.name, c].units for c in columns if (entry.name, c) in cells}
-        trials = {(k.depth, k.trial): u.document for units in by_length.values() for k, u in units.items()}
-        values = {n: {(k.depth, k.trial): u.value for k, u in units.items()} for n, units in by_length.items()}
-        table = [[values[n].get(trial) for trial in trials] for n in values]
-        if trials and not entry.imported:
-            lengths[entry.name] = stats.effective_length(list(values), table, list(trials.values()), share=SHARE)
+        mine = {c: cells[entry.name, c] for c in columns if (entry.name, c) in cells}
+        of = None if entry.imported else effective_length(mine, metric)
+        if of is not None:
+            lengths[entry.name] = of
     return lengths
 
 

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from atma_eval.compare import Comparison, Table
+from atma_eval.compare.cells import cells_of, effective_length
 from atma_eval.compare.columns import Column
 from atma_eval.compare.effective import effective_text
+from atma_eval.compare.pairing import Entry
 from atma_eval.html_report.parts import Content, Html, el, table
 from atma_eval.metrics import is_retrieval
 from atma_eval.plots.charts import Point, length_text, range_text
@@ -26,7 +28,7 @@ HEAD = (
 )
 CAPTION = (
     "Mean with its 95 % interval. Effective length: the longest whose lower bound stays above 85 % of the score at "
-    "the shortest, as at all lengths before it; seeds of one recipe have one, over all of them."
+    "the shortest, as at all lengths before it; here of every seed alone."
 )
 
 
@@ -41,12 +43,11 @@ def summary_section(
     rows: list[list[Content]] = []
     for task in tasks:
         tables = [found for found, _ in tables_of(task, comparisons[task])]
-        held = _effective_lengths(tables)
-        rows += [_line(model, tables[0], held) for model in models_with(models, task) if tables]
+        rows += [_line(model, tables[0]) for model in models_with(models, task) if tables]
     return el("section", [_lead(task, models, comparisons[task]) for task in tasks], table(HEAD, rows, CAPTION))
 
 
-def _line(model: ModelRows, found: Table, held: dict[str, Html]) -> list[Content]:
+def _line(model: ModelRows, found: Table) -> list[Content]:
     points = by_length(model, found.task, found.metric).points
     scored = [point for point in points if point.estimate.mean is not None]
     first, last = (scored[0], scored[-1]) if scored else (None, None)
@@ -56,20 +57,19 @@ def _line(model: ModelRows, found: Table, held: dict[str, Html]) -> list[Content
         el("td", f"{found.task}: {found.metric.label}", class_="text"),
         _at(first),
         _at(last),
-        held.get(model.name, "–"),
+        _held(model, found),
         el("td", f"{lost:,}", class_="bad" if lost else ""),
     ]
 
 
-def _effective_lengths(tables: Sequence[Table]) -> dict[str, Html]:
-    """Cells by model; a seed has that of its recipe."""
-    cells: dict[str, Html] = {}
-    for found in tables:
-        for entry in (entry for entry in found.entries if entry.name in found.effective_lengths):
-            text = effective_text(found.effective_lengths[entry.name], length_text)
-            pooled = el("small", f"{len(entry.seeds)} seeds pooled") if len(entry.seeds) > 1 else None
-            cells |= {seed.name: el("td", text, pooled) for seed in entry.seeds}
-    return cells
+def _held(model: ModelRows, found: Table) -> str:
+    """How far the model keeps its score, alone where the table pools it with other seeds."""
+    if not found.effective_lengths or model.run.imported:
+        return "–"
+    rows = [row for row in model.rows if row["task"] == found.task]
+    cells = cells_of(Entry(name=model.name, seeds=(model,)), [rows], found.metric, "length")
+    of = effective_length(cells, found.metric)
+    return "–" if of is None else effective_text(of, length_text)
 
 
 def _at(point: Point | None) -> Html:
