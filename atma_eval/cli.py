@@ -417,7 +417,7 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
         kept = len(result.rows) - result.num_new
         say(
             f"{plural(len(result.rows), 'row')} in {spec.out}/records.jsonl"
-            + (f" ({kept} were there already)" if kept else "")
+            + (f" ({kept:,} there already)" if kept else "")
         )
     for row in result.failed[:MAX_LISTED_FAILURES]:
         say(f"{row['key']}: {row['status']}: {row['error']}")
