@@ -25,6 +25,7 @@ from atma_eval.commands.plot import plot
 from atma_eval.commands.report import report
 from atma_eval.console import refuse, say, wide_console
 from atma_eval.errors import UserError
+from atma_eval.words import plural, times
 
 EXIT_FAILED_CELLS, EXIT_INTERRUPTED = 1, 130  # bad input is 2
 SHORTER_HINT = "ask for shorter --lengths or fewer --trials"
@@ -420,11 +421,14 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
         console.print(Tables(cells_summary, chance))
     if not quiet:
         kept = len(result.rows) - result.num_new
-        say(f"{len(result.rows)} rows in {spec.out}/records.jsonl" + (f" ({kept} were there already)" if kept else ""))
+        say(
+            f"{plural(len(result.rows), 'row')} in {spec.out}/records.jsonl"
+            + (f" ({kept:,} there already)" if kept else "")
+        )
     for row in result.failed[:MAX_LISTED_FAILURES]:
         say(f"{row['key']}: {row['status']}: {row['error']}")
     if len(result.failed) > MAX_LISTED_FAILURES:
-        say(f"and {len(result.failed) - MAX_LISTED_FAILURES} more rows that are not ok")
+        say(f"and {plural(len(result.failed) - MAX_LISTED_FAILURES, 'more row')} not ok")
     if result.failed:
         raise typer.Exit(EXIT_FAILED_CELLS)
 
@@ -452,16 +456,15 @@ def _show_plan(cells: list[Any], as_json: bool) -> None:
         return
     console = wide_console()
     for entry in plan:
-        title = (
-            f"{entry['task']} · {entry['model']}, {entry['num_documents']} documents, {entry['tokenizer']} tokenizer"
-        )
+        documents = plural(entry["num_documents"], "document")
+        title = f"{entry['task']} · {entry['model']}, {documents}, {entry['tokenizer']} tokenizer"
         table = Table(title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
         for column in ("length", "samples", "controls", "tokens of a sequence", "x training length"):
             table.add_column(column, justify="right")
         for length, at in entry["lengths"].items():
             span = f"{at['shortest']:,}" + (f"–{at['longest']:,}" if at["longest"] > at["shortest"] else "")
             trained = entry["training_length"]
-            factor = f"{length / trained:g}" if trained else "unknown"
+            factor = times(length / trained) if trained else "unknown"
             table.add_row(f"{length:,}", str(at["num_samples"]), str(at["num_controls"]), span, factor)
         console.print(table)
     console.print(

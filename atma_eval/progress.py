@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from atma_eval.console import plain_console
 from atma_eval.report import Tables, summary
+from atma_eval.words import plural
 
 LINE_EVERY_S = 15.0
 VIEW_EVERY_S = 1.0  # estimates cost more than a frame of the display
@@ -92,7 +93,7 @@ class RunProgress:
             return
         self._last_line = now
         share = 100 * self._tokens / self._total if self._total else 100
-        parts = [f"{share:3.0f} %", f"{len(self._rows)} rows", f"{now - self._started:.0f} s"]
+        parts = [f"{share:3.0f} %", plural(len(self._rows), "row"), f"{now - self._started:.0f} s"]
         left = self._left()
         if left and self._tokens < self._total:
             parts.append(left)

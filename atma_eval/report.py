@@ -13,6 +13,7 @@ from rich.text import Text
 
 from atma_eval.metrics import METRICS, Row, estimate, is_retrieval, metrics_of, units
 from atma_eval.stats import Estimate
+from atma_eval.words import number, span
 
 LABEL_WIDTH, COLUMN_WIDTH = 15, 14  # with the space between columns
 
@@ -97,13 +98,6 @@ LOSS_LINES = (
 )
 
 
-def number(value: float) -> str:
-    """Four digits or so: two of them and a dash fit a column of a table of six lengths."""
-    if value != 0 and not 5e-4 <= abs(value) < 1e5:
-        return f"{value:.0e}"
-    return f"{value:.{3 if value < 10 else 2 if value < 100 else 1 if value < 1000 else 0}f}"
-
-
 def _cell(cell: dict[str, Any] | None, metric: str) -> Text:
     """The mean, and under it the interval; what went wrong where there is no mean."""
     if cell is None:
@@ -115,7 +109,7 @@ def _cell(cell: dict[str, Any] | None, metric: str) -> Text:
     mean, low, high, _ = estimate.values()
     text = Text("overflow" if mean is None else number(mean), style="bold" if metric == "exact" else "")
     if low is not None and high is not None:
-        text.append(f"\n{number(low)}–{number(high)}", style="dim")
+        text.append(f"\n{span(low, high)}", style="dim")
     elif mean is not None:
         text.append("\nno interval", style="dim")
     return text

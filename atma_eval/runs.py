@@ -17,8 +17,9 @@ import numpy as np
 
 from atma_eval.bundled import given_path
 from atma_eval.errors import UserError
-from atma_eval.metrics import Row
+from atma_eval.metrics import Row, is_retrieval
 from atma_eval.records import FIELDS, not_finite, read_curves, read_rows
+from atma_eval.words import plural
 
 RECORDS = "records.jsonl"
 STATUSES = ("ok", "oom", "nan", "too_long", "error")
@@ -168,15 +169,20 @@ def _well_formed(manifest: dict[str, Any]) -> bool:
 
 
 def _unfinished(path: Path, rows: list[Row], manifest: dict[str, Any]) -> list[str]:
-    """A sentence for each model and task of which trials that were asked for are missing."""
+    """A sentence for each model and task of which trials or documents that were asked for are missing.
+
+    Controls are not counted: a task's rows are up to three times as many.
+    """
     counts = Counter((row["model"], row["task"], row["length"]) for row in rows if row["control"] == "none")
+    nouns = {row["task"]: "trial" if is_retrieval(row) else "document" for row in rows}
     notes = []
     for model, tasks in manifest.get("tasks", {}).items():
         for task, asked in tasks.items():
             wanted = asked["trials"] * len(asked["lengths"])
             there = sum(counts[model, task, length] for length in asked["lengths"])
             if there < wanted:
-                notes.append(f"{path} is unfinished: {there} of {wanted} rows of {task} for {model}")
+                of = plural(wanted, nouns.get(task, "sample"))
+                notes.append(f"{path} is unfinished: {there:,} of {of} of {task} for {model}, not counting controls")
     return notes
 
 
@@ -192,6 +198,20 @@ class ModelRows:
     @property
     def tasks(self) -> list[str]:
         return list(dict.fromkeys(row["task"] for row in self.rows))
+
+    def asked(self, task: str) -> dict[str, Any]:
+        """What the manifest says was asked of the model: protocol, window, text; empty where it says nothing."""
+        return self.run.manifest.get("tasks", {}).get(self.label, {}).get(task, {})
+
+    def window(self, task: str) -> int | str | None:
+        """Keys that attention could see, or ``full``; ``None`` where no manifest tells."""
+        asked = self.asked(task)
+        return None if "window" not in asked else asked["window"] or "full"
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Fingerprint of the tokenizer; ``None`` where no manifest tells."""
+        return self.details.get("tokenizer_fingerprint") or None
 
     @property
     def training_length(self) -> int | None:

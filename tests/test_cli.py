@@ -375,7 +375,7 @@ def test_names_are_printed_as_they_are(call, tmp_path):
         save_file(tiny_model().state_dict(), folder / "weights.safetensors")
         outcome = call("ppl", "--model", folder, "--lengths", 64, "--docs", 1, "-o", name)
         assert outcome.code == 0
-        assert f"rows in {name}/records.jsonl" in outcome.err
+        assert f"1 row in {name}/records.jsonl" in outcome.err
         assert f"perplexity · {folder.name}" in outcome.out
         scored = call("score", "--model", folder, "--text", "t.txt", "--out", f"{name}/x.npz")
         assert scored.code == 0

@@ -22,10 +22,13 @@ from atma_eval.commands import compare as command
 from atma_eval.compare import CompareSpec, compare
 from atma_eval.compare.columns import Column
 from atma_eval.compare.data import as_data
+from atma_eval.compare.effective import effective_sheet
 from atma_eval.compare.formats import TerminalTables, render
-from atma_eval.compare.sheets import main_sheet
+from atma_eval.compare.published import published_sheet
+from atma_eval.compare.sheets import NOTHING, main_sheet
 from atma_eval.console import plain_console
 from atma_eval.errors import UserError
+from atma_eval.metrics import METRICS
 from atma_eval.runs import read_models
 from atma_eval.stats import wilson
 from atma_eval.tasks.perplexity import position_buckets
@@ -186,6 +189,32 @@ def test_effective_length(compared):
     assert compared(rows, metric="nll").tables[0].effective_lengths == {}
 
 
+def test_an_effective_length_of_few_trials_is_not_called_none(compared):
+    """Four of four say nothing yet; none of four is a failure."""
+    rows = needles("a", [True] * 4) + needles("b", [False] * 4)
+    sheet = effective_sheet(compared(rows).tables[0])
+    assert [[text.main for text in line.cells] for line in sheet.sections[0]] == [
+        ["too few trials", NOTHING, "1.000"],
+        ["none", "< 2,048", "0.000"],
+    ]
+    assert "it takes 22 trials" in sheet.footnotes[0]
+
+
+def test_negative_bounds_have_a_minus_sign_in_every_format(compared):
+    rows = [
+        row(trial=t, model=m, control=c, nll=nll + gain * (c == "format"))
+        for m in ("a", "b")
+        for t, (nll, gain) in enumerate([(2.1, 1.0), (2.2, -1.0), (2.3, 0.5)])
+        for c in ("none", "format")
+    ]
+    found = compared(rows, metric="uplift")
+    low, high = found.tables[0].cells["a", Column(SHORT)].estimate[1:3]
+    shown = f"−{-low:.3f}, {high:.3f}"
+    assert low < 0 and shown in terminal(found) and shown in render(found, "md")
+    assert shown.replace("−", "$-$") in render(found, "latex")
+    assert str(low) in render(found, "csv") and str(low) in render(found, "json")
+
+
 # -- seeds ----------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +280,7 @@ def asked(model, text="1", **protocol):
         ({"protocol": "induction-v2"}, {}, "protocol (induction-v1 and induction-v2)"),
         ({"sample_hash": "0" * 16}, {}, "sample_hash of 2 of 2 samples, as at length 2,048, d0"),
         ({"sample_hash": "0" * 16}, {"cue": "The code is"}, "cue ('#{key}=' and 'The code is')"),
-        ({"sample_hash": "0" * 16}, {"text": "2"}, "text (1 documents of one name have other content, as d0)"),
+        ({"sample_hash": "0" * 16}, {"text": "2"}, "text (other content in 1 document of the same name, as d0)"),
         ({"text_id": "book.txt"}, {}, "text (for example d0 and book.txt)"),
     ],
 )
@@ -272,7 +301,7 @@ def test_what_one_side_alone_has_is_left_out_and_counted(compared):
     found = compared(needles("a", [True] * 9), needles("b", [True] * 7))
     contrast = found.tables[0].contrasts["b", Column(SHORT)]
     assert (contrast.difference.n, contrast.num_left_out) == (7, 2)
-    assert "b and a: 2 samples of only one side are left out" in notes_of(found)
+    assert "b and a: 2 samples of only one side, left out" in notes_of(found)
     assert "n=9" in terminal(found) and "n=7" in terminal(found)
 
 
@@ -290,23 +319,64 @@ def test_models_without_a_common_length_are_shown_and_not_paired(compared):
 
 
 def test_other_tokenizers_are_not_paired(compared):
-    def tokenizer(model, name):
-        return {"models": {model: {"tokenizer_fingerprint": name}}, "tasks": {}}
+    def tokenizer(model, fingerprint, name=None):
+        return {"models": {model: {"tokenizer_fingerprint": fingerprint, "tokenizer": name}}, "tasks": {}}
 
     given = (
         losses("a", [1.0] * 8),
         tokenizer("a", "byte-v1"),
         losses("b", [3.0] * 8, sample_hash="0" * 16),
-        tokenizer("b", "gpt2"),
+        tokenizer("b", "json-123", "gpt2"),
     )
-    found = compared(*given)
+    found = compared(*given, metric="nll")
     assert found.num_tests == 0 and not found.tables[0].best
     (note,) = found.notes
-    assert "byte-v1, gpt2" in note and "--metric bits_per_byte" in note
+    assert "byte-v1, gpt2" in note and "does not compare; bits_per_byte does" in note
     assert "Not paired with a: b (another tokenizer)." in notes_of(found)
-    bits = compared(*given, metric="bits_per_byte")
-    assert "a length in tokens is more or less text" in bits.notes[0]
+    bits = compared(*given)  # of itself what compares
+    assert "a length in tokens is more or less text" in bits.notes[0] and len(bits.notes) == 1
     assert bits.tables[0].cells["b", Column(SHORT)].estimate.mean == pytest.approx(3.0 / math.log(2) / 2)
+    same = (given[0], tokenizer("a", "json-456", "gpt2"), *given[2:])
+    assert "(gpt2 json-456, gpt2 json-123)" in compared(*same).notes[0]
+
+
+def test_losses_by_position_of_other_tokenizers_are_warned_of(tmp_path):
+    runs = []
+    for name, fingerprint in (("a", "byte-v1"), ("b", "gpt2")):
+        rows = losses(name, [2.0, 2.5])
+        details = {"models": {name: {"tokenizer_fingerprint": fingerprint}}, "tasks": {}}
+        runs.append(write_run(tmp_path / name, rows, details))
+        buckets = [position_buckets(np.full(SHORT, 2.0)) for _ in rows]
+        curves = {"keys": np.array([r["key"] for r in rows])}
+        curves |= {"nll_sums": np.stack([b[0] for b in buckets]), "num_targets": np.stack([b[1] for b in buckets])}
+        np.savez(runs[-1] / "curves.npz", **curves)
+    found = compare(read_models(runs), CompareSpec(by="bucket"))
+    assert "per token and does not compare" in found.notes[0]
+
+
+def test_a_model_under_two_windows_is_told_apart(compared):
+    def under(window):
+        manifest = asked("m")
+        manifest["tasks"]["m"]["induction"]["window"] = window
+        return manifest
+
+    rows = needles("m", [True, False])
+    (note,) = compared(rows, under(None), rows, under(256)).notes
+    assert note.endswith("m (run0) with full attention; m (run1) with a window of 256 tokens")
+    assert compared(rows, under(256), rows, under(256)).notes == ()
+    assert compared(rows, under(256), rows).notes == ()  # not known is not other
+
+
+def test_seeds_under_two_windows_are_not_pooled(compared):
+    def seed(label, window):
+        manifest = asked(label)
+        manifest["tasks"][label]["induction"]["window"] = window
+        return manifest
+
+    given = (needles("m", [True, True]), seed("m", None), needles("m-s2", [True, True]))
+    assert len(compared(*given, seed("m-s2", None)).tables[0].entries) == 1  # one line, though of two runs
+    found = compared(*given, seed("m-s2", 256))
+    assert len(found.tables[0].entries) == 2 and "their windows differ" in found.notes[0]
 
 
 def test_imported_means_are_not_paired(compared):
@@ -356,7 +426,7 @@ def test_by_position(compared):
     assert loss.cells["a", Column(SHORT, 3)].estimate.mean == pytest.approx(0.5)
     rows[0] = {**row(model="a", status="oom"), "key": rows[0]["key"]}
     assert notes_of(compared(rows, by="position")).count("1 oom") == 1
-    assert "a: 1 samples of only one side" in notes_of(compared(rows, by="position"))
+    assert "a: 1 sample of only one side" in notes_of(compared(rows, by="position"))
     assert "no exact by position" in refusal(compared, rows, by="position", metric="exact").message
 
 
@@ -386,7 +456,13 @@ def test_tasks_and_metrics_by_name(compared):
     assert [t.task for t in compared(rows, metric="perplexity").tables] == ["perplexity"]
     assert [t.task for t in compared(rows, task="induction").tables] == ["induction"]
     assert "did you mean induction" in refusal(compared, rows, task="inducton").hint
-    assert "unknown metric 'exakt'" in refusal(compared, rows, metric="exakt").message
+    error = refusal(compared, rows, metric="exakt")
+    assert "unknown metric 'exakt'" in error.message and "did you mean exact?" in error.hint
+    assert all(name in refusal(compared, rows, metric="nosuch").hint for name in METRICS)
+    assert (
+        "no task here has the metric 'uplift'"
+        in refusal(compared, [*losses("a", [1.0]), row("longdoc", SHORT, model="a")], metric="uplift").message
+    )
     assert "has no metric 'uplift'" in refusal(compared, rows, task="perplexity", metric="uplift").message
     assert "no two models share a task" in refusal(compared, needles("a", [True]), losses("b", [1.0])).message
 
@@ -550,7 +626,7 @@ def test_an_unfinished_run_is_compared_with_what_it_has(call, tmp_path):
     done = call(folder)
     assert done.exit_code == 0
     assert "ends in half a row" in done.stderr
-    assert "is unfinished: 2 of 3 rows of induction for b" in done.stderr
+    assert "is unfinished: 2 of 3 trials of induction for b, not counting controls" in done.stderr
     assert "n=2" in done.stdout
     error = call(folder, "--by", "depth", "--against", "paper").exception
     assert isinstance(error, UserError) and "no published figures by depth" in error.message
@@ -585,6 +661,18 @@ def test_published_figures_stand_beside_and_apart(compared):
     published = [line for line in lines if line["source"] != "run"]
     assert len(published) == len(data["published"]) and all(line["diff"] == "" for line in published)
     assert published[0]["source"].startswith("ablation/results.json")
+
+
+def test_published_figures_stand_beside_pooled_seeds(compared):
+    """Seeds that are all right are as sure as one of them, in both tables."""
+    rows = needles("m", [True] * 10) + needles("m-s2", [True] * 10) + needles("b", [False] * 10)
+    found = compared(rows, seeds_manifest(), metric="token_accuracy")
+    pooled = found.tables[0].cells["m (2 seeds)", Column(SHORT)].estimate
+    assert pooled.low == wilson(10, 10).low
+    published = published_sheet(found.tables[0])
+    line = next(line for line in published.sections[0] if line.label == "m (2 seeds)")
+    (ours,) = (text for text in line.cells if text.main != NOTHING)
+    assert ours.under == f"{pooled.low:.3f}–1.000"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 import typer
 from rows import row, write_run
-from test_plots import depth_grid, losses, manifest, models_of, retrieval
+from test_plots import depth_grid, losses, manifest, models_of, retrieval, with_tokenizer
 from typer.testing import CliRunner
 
 from atma_eval.commands.report import report
@@ -76,7 +76,7 @@ def test_the_page_is_whole_and_asks_for_nothing(tmp_path):
     anchors = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
     assert {link["href"].removeprefix("#") for link in page.all("a")} <= anchors
     for words in (
-        "paired differences from m are resolved",
+        "paired differences from m, ",
         "difference from m",
         "Benjamini-Hochberg",
         "effective length",
@@ -111,7 +111,7 @@ def test_what_is_known_of_the_run_is_told(tmp_path):
     page = Page(html_report(read_models([write_run(tmp_path / "a", [row()], whole)])))
     for words in ("atma-eval niah -m m", "9.8.7", "c0ffee", "bfloat16", "cuda", "H200", "f1ngerpr1nt", "5ha"):
         assert words in page.text
-    assert "is unfinished: 1 of 2 rows of induction for m" in page.text
+    assert "is unfinished: 1 of 2 trials of induction for m" in page.text
     bare = Page(html_report(read_models([write_run(tmp_path / "b", [row()])])))
     assert "there is no manifest" in bare.text and "has no manifest" in bare.text
 
@@ -150,6 +150,57 @@ def test_runs_that_asked_different_things_are_not_paired(tmp_path):
     assert "samples of induction differ between m and n" in page.text
     assert page.text.count("induction · exact · induction-v1") == 2  # a table for each
     assert page.text.count("difference from m") == 1  # the losses still pair
+
+
+def test_models_of_a_run_pair_though_another_run_does_not(tmp_path):
+    """Seed 9 in a second run takes no differences away from the models of the first."""
+    a = write_run(tmp_path / "a", [row(trial=t, model=m) for t in range(3) for m in "mn"], manifest("m", "n"))
+    rows = [row(trial=t, model=m, seed=9, sample_hash=f"x{t}") for t in range(3) for m in "mo"]
+    b = write_run(tmp_path / "b", rows, manifest("m", "o"))
+    page = Page(html_report(read_models([a, b])))
+    assert page.text.count("induction · exact · induction-v1") == 2
+    assert "Among m (a) and n: 1 paired difference from m (a), 0 resolved." in page.text
+    assert "Among m (b) and o: 1 paired difference from m (b), 0 resolved." in page.text
+    assert page.text.count("samples of induction differ between m (a) and m (b)") == 1
+    other = Page(html_report(read_models([a, b]), baseline="o"))
+    assert "from m (a), 0 resolved" in other.text and "from o, 0 resolved" in other.text
+
+
+@pytest.mark.parametrize(
+    ("right", "words"),
+    [
+        ({"m": 4, "n": 4, "o": 3}, "The best mean at 2K, 1.000, is shared by m and n."),
+        ({"m": 4, "n": 4, "o": 4}, "The best mean at 2K, 1.000, is shared by m, n and o."),
+        ({"m": 4, "n": 4, "o": 4, "p": 4, "q": 1}, "The best mean at 2K, 1.000, is shared by 4 models."),
+        ({"m": 4, "n": 3}, "The best mean at 2K is that of m, but not ahead of the second by more than chance."),
+    ],
+)
+def test_nobody_is_crowned_for_a_shared_mean(tmp_path, right, words):
+    rows = [row(model=m, trial=t, right=t < num) for m, num in right.items() for t in range(4)]
+    assert words in page_of(tmp_path, rows).text
+
+
+def test_the_summary_tells_how_far_each_seed_holds(tmp_path):
+    """Each seed alone: one that fails does not take the other's length from it, as it does where they are pooled."""
+    rows = [row(model=m, trial=t, right=m == "m") for m in ("m", "m-s2") for t in range(22)]
+    rows += [row(model="n", trial=t) for t in range(3)]
+    summary, task = page_of(tmp_path, rows).text.split("Mean with its 95 % interval")
+    assert summary.count("≥ 2K") == 1 and "n = 22, at 2Knone" in summary and "too few trials" in summary
+    assert "≥ 2" not in task and "m (2 seeds)none" in task
+
+
+def test_losses_of_other_tokenizers_are_told_apart(tmp_path):
+    runs = [with_tokenizer(losses(tmp_path / name, [name]), f"{name}-v1") for name in ("m", "n")]
+    page = Page(html_report(read_models(runs)))
+    assert "perplexity: bits per byte" in page.text and "--metric" not in page.text
+    assert "different tokenizers (m, n)" in page.text
+    drawn = [image["alt"] for image in page.all("img")]
+    assert len(drawn) == 3 and all("different tokenizers (m, n)" in alt for alt in drawn)
+    assert [("nll (nats)" in alt, "bits per byte" in alt) for alt in drawn].count((False, True)) == 2
+
+
+def test_one_row_is_one(tmp_path):
+    assert "1 row of run" in page_of(tmp_path, [row()]).text
 
 
 def test_a_falling_loss_is_not_sold_as_use_of_context(tmp_path):

@@ -175,6 +175,69 @@ def test_imported_means_are_drawn_as_what_they_are(tmp_path):
     assert both[0].metric.name == "exact" and "No exact is known of m." in both[0].caption
 
 
+def with_tokenizer(folder, fingerprint):
+    """The same run, its one model of that tokenizer."""
+    details = json.loads((folder / "manifest.json").read_text())
+    for model in details["models"].values():
+        model |= {"tokenizer_fingerprint": fingerprint, "tokenizer": fingerprint.split("-")[0]}
+    (folder / "manifest.json").write_text(json.dumps(details))
+    return folder
+
+
+def test_losses_of_other_tokenizers_are_drawn_in_bits_per_byte(tmp_path):
+    runs = [with_tokenizer(losses(tmp_path / name, [name]), f"{name}-v1") for name in ("m", "n")]
+    loss, position = build_charts(read_models(runs))
+    assert loss.metric.name == "bits_per_byte" and "bits per byte compare, but of the text each read" in loss.caption
+    assert "different tokenizers (m, n)" in loss.caption
+    assert position.metric.name == "nll" and "nll (nats) is per token and does not compare" in position.caption
+    (named,) = build_charts(read_models(runs), metric="nll")
+    assert named.metric.name == "nll" and "does not compare; bits_per_byte does" in named.caption
+    alike = [with_tokenizer(losses(tmp_path / f"x{name}", [name]), "byte-v1") for name in ("m", "n")]
+    assert all(c.metric.name == "nll" and c.notes == () for c in build_charts(read_models(alike)))
+    heat, _ = build_charts(read_models(runs), kinds=("heatmap", "position"))
+    assert heat.metric.name == "bits_per_byte" and "different tokenizers" in heat.caption
+
+
+def test_samples_that_differ_are_drawn_with_what_differs(tmp_path):
+    a = write_run(tmp_path / "a", [row(trial=t) for t in range(3)], manifest("m"))
+    b = write_run(tmp_path / "b", [row(trial=t, seed=9, sample_hash=f"x{t}") for t in range(3)], manifest("m"))
+    charts = build_charts(read_models([a, b]))
+    words = "amples of induction differ between m (a) and m (b), so they cannot be paired: seed (1234 and 9)"
+    assert charts and all(f" S{words}." in chart.caption for chart in charts)
+    assert run(a, b).stderr.count(f"note: s{words}") == 1
+    assert all(chart.notes == () for chart in build_charts(read_models([a])))
+
+
+def test_windows_are_named_in_every_picture(tmp_path):
+    def under(name, window):
+        asked = {"m": {"induction": {"trials": 1, "lengths": [2048], "window": window}}}
+        return write_run(tmp_path / name, [row()], {**manifest("m"), "tasks": asked})
+
+    charts = build_charts(read_models([under("full", None), under("train", 256)]))
+    assert all("m (full) with full attention; m (train) with a window of 256 tokens" in c.caption for c in charts)
+
+
+def test_a_forest_names_every_kind_of_interval(tmp_path):
+    """Pooled seeds are means, with t intervals; one seed is right or wrong, with Newcombe's."""
+    names = ["base", "m", "m-s2", "n"]
+    rows = [row(trial=t, model=m, right=t > i or m == "base") for i, m in enumerate(names) for t in range(8)]
+    (chart,) = build_charts(models_of(tmp_path / "a", rows), kinds=("forest",))
+    both = (
+        "95 % score intervals of paired shares (Newcombe) or, where seeds are pooled, 95 % t intervals over documents"
+    )
+    assert both in chart.caption and "without a bar" not in chart.caption
+    (single,) = build_charts(models_of(tmp_path / "b", rows), kinds=("forest",), baseline="m-s2")
+    assert "Newcombe" not in single.caption  # against a pooled baseline nobody is right or wrong
+    (loss,) = build_charts(read_models([losses(tmp_path / "p", ["m", "n"], documents=1)]), kinds=("forest",))
+    assert "A point without a bar is of one pair" in loss.caption and "n = 1 pair of 1 document." in loss.caption
+
+
+def test_without_intervals_none_are_promised(tmp_path):
+    charts = build_charts(read_models([losses(tmp_path / "a", ["m"], documents=1)]))
+    assert all("No intervals: each point is one value" in c.caption and "Bands" not in c.caption for c in charts)
+    assert text_of(charts).count("No intervals: each") == 2
+
+
 def test_what_cannot_be_drawn_is_refused(tmp_path):
     models = models_of(tmp_path / "a", [row()])
     assert "did you mean accuracy?" in refusal(models, kinds=("acuracy",)).hint

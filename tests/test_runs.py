@@ -42,8 +42,8 @@ def test_an_unfinished_run_says_so(tmp_path):
     manifest = {"models": {}, "tasks": {"m": asked, "other": asked}}
     run = read_run(write_run(tmp_path / "a", [row(), row(control="absent"), row(trial=1)], manifest))
     assert run.notes == (
-        f"{run.path} is unfinished: 2 of 6 rows of induction for m",
-        f"{run.path} is unfinished: 0 of 6 rows of induction for other",
+        f"{run.path} is unfinished: 2 of 6 trials of induction for m, not counting controls",
+        f"{run.path} is unfinished: 0 of 6 trials of induction for other, not counting controls",
     )
     whole = [row(length=n, trial=i, model=m) for m in ("m", "other") for n in (2048, 4096) for i in range(3)]
     assert read_run(write_run(tmp_path / "b", whole, manifest)).notes == ()

@@ -437,13 +437,13 @@ def test_effective_length_of_little():
     assert effective_length(LENGTHS, [[1]] * 4, ["a"]).length is None
     assert effective_length(LENGTHS, right(21, 21, 21, 21, n=21), list(range(21))).length is None
     assert effective_length(LENGTHS, right(22, 22, 22, 22, n=22), list(range(22))).length == 16384
-    assert effective_length(LENGTHS[:1], right(32), list(range(32))) == (2048, 2048, 2048, 1.0, True)
+    assert effective_length(LENGTHS[:1], right(32), list(range(32))) == (2048, 2048, 2048, 1.0, True, False)
 
 
 def test_effective_length_skips_what_was_not_scored():
     values = right(32, 32, 32, 32)
     values[3] = [None] * 32
-    assert effective_length(LENGTHS, values, list(range(32))) == (8192, 8192, 8192, 1.0, True)
+    assert effective_length(LENGTHS, values, list(range(32))) == (8192, 8192, 8192, 1.0, True, False)
     values = right(32, 32, 32, 32)
     values[1] = [1] * 16 + [None] * 16  # 16 right trials are too few
     assert effective_length(LENGTHS, values, list(range(32))).length == 2048
@@ -467,6 +467,16 @@ def test_effective_length_uses_the_bounds_of_the_tables():
         assert shuffled == effective_length(LENGTHS[:3], values, documents)
 
 
+def test_too_few_trials_are_told_from_a_failure():
+    """21 of 21 cannot hold 85 % of itself, whatever the model is; 0 of 21 is no matter of numbers."""
+    documents = list(range(21))
+    assert effective_length(LENGTHS, right(21, 21, 21, 21, n=21), documents).too_few
+    assert effective_length(LENGTHS, right(5, 0, 0, 0, n=21), documents).too_few
+    assert not effective_length(LENGTHS, right(0, 0, 0, 0, n=21), documents).too_few
+    assert not effective_length(LENGTHS, right(5, 0, 0, 0, n=32), list(range(32))).too_few
+    assert not effective_length(LENGTHS, right(22, 22, 22, 22, n=22), list(range(22))).too_few
+
+
 def test_interval_of_the_effective_length():
     """One document of 8 fails at 8192: the figure moves with how often it is drawn, at all lengths at once."""
     documents = [f"d{i % 8}" for i in range(64)]
@@ -487,7 +497,14 @@ def test_interval_of_the_effective_length():
 def test_effective_length_of_scores_that_agree():
     """No spread over documents is no interval, so nothing is held, but for all right, where Wilson's is."""
     documents = [i % 8 for i in range(64)]
-    assert effective_length(LENGTHS, [[0.6] * 64] * 4, documents) == (None, None, None, pytest.approx(0.6), False)
+    assert effective_length(LENGTHS, [[0.6] * 64] * 4, documents) == (
+        None,
+        None,
+        None,
+        pytest.approx(0.6),
+        False,
+        False,
+    )
     # one document of 8 is half right: 0.9375 - 2.365 x 0.0625 is below 85 % of it; without that document (chance 0.34)
     # a resample is all right
     half = [[0.5 if i % 8 == 7 else 1.0 for i in range(64)]] * 4

@@ -22,13 +22,14 @@ def import_logs(
     """
     from atma_eval.console import say
     from atma_eval.importing import import_logs as read
+    from atma_eval.words import plural
 
     done = read(log, out)
     for file, count in done.rows_by_file.items():
-        say(f"{file}: {count} rows")
+        say(f"{file}: {plural(count, 'row')}")
     if done.left_out:
         say("left out: " + ", ".join(f"{count} {reason}" for reason, count in done.left_out.items()))
     for note in done.notes:
         say(f"note: {note}")
-    say(f"{done.num_rows} rows of {len(done.models)} models in {done.path}")
+    say(f"{plural(done.num_rows, 'row')} of {plural(len(done.models), 'model')} in {done.path}")
     typer.echo(done.path)

@@ -40,6 +40,7 @@ def plot(
     from atma_eval.console import say, wide_console
     from atma_eval.plots.builders import build_charts
     from atma_eval.runs import read_models
+    from atma_eval.words import plural
 
     if out is not None:
         from atma_eval.plots.files import suffix_of
@@ -47,7 +48,8 @@ def plot(
         suffix_of(out)  # a name that cannot be is refused before the work
     models = read_models(runs)
     charts = build_charts(models, kinds=kind or (), task=task, metric=metric, baseline=baseline)
-    for note in dict.fromkeys(note for model in models for note in model.run.notes):
+    notes = [note for model in models for note in model.run.notes] + [note for chart in charts for note in chart.notes]
+    for note in dict.fromkeys(notes):
         say(f"note: {note}")
     if terminal or out is None:
         from atma_eval.plots.sketch import Sketch
@@ -57,4 +59,4 @@ def plot(
         from atma_eval.plots.files import save
 
         save(charts, out)
-        say(f"{len(charts)} picture{'s' if len(charts) != 1 else ''} in {out}")
+        say(f"{plural(len(charts), 'picture')} in {out}")

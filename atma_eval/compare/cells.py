@@ -10,7 +10,9 @@ from atma_eval import stats
 from atma_eval.compare.columns import By, Column, columns_of
 from atma_eval.compare.pairing import Entry, Units, mean_over_seeds
 from atma_eval.metrics import Metric, Row, estimate, is_retrieval
-from atma_eval.stats import Estimate
+from atma_eval.stats import EffectiveLength, Estimate
+
+SHARE = 0.85  # of the shortest length's score, which an effective length keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,11 @@ class Cell:
     def num_samples(self) -> int:
         """Trials or documents, each once whatever the number of seeds; of imported means those behind them."""
         return sum(unit.num_trials for unit in self.units.values())
+
+    @property
+    def outcomes(self) -> str:
+        """What became of rows that were not scored: ``2 oom, 1 nan``; empty where all were."""
+        return ", ".join(f"{count} {status}" for status, count in self.statuses.items())
 
 
 Cells = dict[tuple[str, Column], Cell]  # by the line's name
@@ -78,3 +85,16 @@ def _pooled(seeds: list[Units], metric: Metric) -> Estimate:
 def _seed_means(seeds: dict[str, Units], metric: Metric) -> dict[str, float]:
     means = {label: estimate(units.values(), metric).mean for label, units in seeds.items()}
     return {label: mean for label, mean in means.items() if mean is not None}
+
+
+def effective_length(cells: dict[Column, Cell], metric: Metric) -> EffectiveLength | None:
+    """How far one line keeps its score, from its cells by length; ``None`` but for scores between 0 and 1."""
+    if metric.kind not in ("proportion", "share"):
+        return None
+    by_length = {column.length: cell.units for column, cell in cells.items()}
+    trials = {(key.depth, key.trial): unit.document for units in by_length.values() for key, unit in units.items()}
+    if not trials:
+        return None
+    values = [{(key.depth, key.trial): unit.value for key, unit in units.items()} for units in by_length.values()]
+    table = [[mine.get(trial) for trial in trials] for mine in values]
+    return stats.effective_length(list(by_length), table, list(trials.values()), share=SHARE)

@@ -14,8 +14,9 @@ from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
 from atma_eval.compare.data import as_csv, as_json
+from atma_eval.compare.effective import effective_sheet
 from atma_eval.compare.published import published_sheet
-from atma_eval.compare.sheets import Line, Sheet, Text, effective_sheet, main_sheet
+from atma_eval.compare.sheets import Line, Sheet, Text, main_sheet
 from atma_eval.compare.tables import Comparison
 from atma_eval.console import WIDTH, plain_console, wide_console
 from atma_eval.errors import UserError

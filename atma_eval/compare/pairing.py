@@ -1,19 +1,17 @@
 """Who is compared with whom: seeds of one recipe, and which samples of two models are the same. Needs no torch.
 
-Two models pair where their samples have one key and one hash. Where the keys agree and the hashes do not, the runs
-asked different things, and pairing them is refused with the fields that differ.
+Two models pair where their samples have one key and one hash; `unlike` tells why two may not.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from atma_eval.errors import UserError
-from atma_eval.metrics import Row, Unit, UnitKey, is_retrieval
+from atma_eval.metrics import Unit, UnitKey
 from atma_eval.runs import ModelRows
 
 Units = dict[UnitKey, Unit]
@@ -34,11 +32,7 @@ class Entry:
     @property
     def tokenizer(self) -> str | None:
         """Fingerprint of the tokenizer; ``None`` where no manifest tells."""
-        return next((seed.details["tokenizer_fingerprint"] for seed in self.seeds if _has_tokenizer(seed)), None)
-
-
-def _has_tokenizer(model: ModelRows) -> bool:
-    return bool(model.details.get("tokenizer_fingerprint"))
+        return next((seed.tokenizer for seed in self.seeds if seed.tokenizer), None)
 
 
 def entries(models: Sequence[ModelRows], *, pool: bool = True) -> tuple[list[Entry], list[str]]:
@@ -68,108 +62,19 @@ def _not_one_recipe(seeds: list[ModelRows]) -> str | None:
         for name, words in (("config", "their configurations differ"), ("tokenizer_fingerprint", "other tokenizers")):
             if {name} <= a.details.keys() & b.details.keys() and a.details[name] != b.details[name]:
                 return words
+        if any(len({a.window(task), b.window(task)} - {None}) > 1 for task in a.tasks):
+            return "their windows differ"
         if a.details.get("fingerprint") and a.details["fingerprint"] == b.details.get("fingerprint"):
             return "their weights are the same"
     return None
 
 
-# -- which samples are the same -----------------------------------------------------------------------------
+# -- pairs ----------------------------------------------------------------------------------------------------
 
 
 def sample_key(key: UnitKey, retrieval: bool) -> UnitKey:
     """What names a sample: a document of a loss is the same one whichever trial it was."""
     return key if retrieval else key._replace(trial=None)
-
-
-def check_samples(found: Sequence[Entry], task: str) -> None:
-    """Raise `UserError` where two models of one tokenizer were asked different samples."""
-    models = [seed for entry in found if not entry.imported for seed in entry.seeds]
-    for a, b in combinations(models, 2):
-        if not other_tokenizer(a, b):
-            _check_pair(a, b, task)
-
-
-def other_tokenizer(a: ModelRows, b: ModelRows) -> bool:
-    """Whether both manifests name a tokenizer and the names differ."""
-    return _has_tokenizer(a) and _has_tokenizer(b) and _fingerprint(a) != _fingerprint(b)
-
-
-def _fingerprint(model: ModelRows) -> Any:
-    return model.details["tokenizer_fingerprint"]
-
-
-def _check_pair(a: ModelRows, b: ModelRows, task: str) -> None:
-    mine, theirs = _samples(a, task), _samples(b, task)
-    common = mine.keys() & theirs.keys()
-    unlike = [key for key in common if mine[key]["sample_hash"] != theirs[key]["sample_hash"]]
-    lengths = {key.length for key in mine} & {key.length for key in theirs}
-    fields = _row_differences(mine.values(), theirs.values())
-    if not (fields or unlike or (lengths and not common)):
-        return
-    fields += _asked_differences(a, b, task)
-    if not common and lengths:
-        fields.append(f"text (for example {_first(mine).text_id} and {_first(theirs).text_id})")
-    if unlike and not fields:
-        where = min(unlike, key=str)
-        fields.append(
-            f"sample_hash of {len(unlike)} of {len(common)} samples, as at length {where.length:,}, {where.text_id}: "
-            "their tokens differ, as with another tokenizer, needle or version of a document"
-        )
-    raise UserError(
-        f"samples of {task} differ between {a.name} and {b.name}, so they cannot be paired: {'; '.join(fields)}",
-        "measure both with the same task, seed, text and tokenizer",
-    )
-
-
-def _samples(model: ModelRows, task: str) -> dict[UnitKey, Row]:
-    return {
-        sample_key(UnitKey(row["length"], row["depth"], row["trial"], row["text_id"]), is_retrieval(row)): row
-        for row in model.rows
-        if row["task"] == task and row["control"] == "none" and row["sample_hash"] is not None
-    }
-
-
-def _first(samples: dict[UnitKey, Row]) -> UnitKey:
-    return next(iter(samples))
-
-
-def _row_differences(mine: Iterable[Row], theirs: Iterable[Row]) -> list[str]:
-    """Of fields that every sample of a task shares."""
-    differences = []
-    rows = (list(mine), list(theirs))
-    for name in ("protocol", "seed"):
-        a, b = ({row[name] for row in side} for side in rows)
-        if a and b and a != b:
-            differences.append(f"{name} ({_words(a)} and {_words(b)})")
-    return differences
-
-
-def _words(values: set[Any]) -> str:
-    return ", ".join(sorted(map(str, values)))
-
-
-def _asked_differences(a: ModelRows, b: ModelRows, task: str) -> list[str]:
-    """What the manifests say that the rows do not: fields of the protocol, and the text."""
-    mine, theirs = (m.run.manifest.get("tasks", {}).get(m.label, {}).get(task, {}) for m in (a, b))
-    if not (mine and theirs):
-        return []
-    one, other = mine.get("protocol", {}), theirs.get("protocol", {})
-    differences = [
-        f"{name} ({one.get(name)!r} and {other.get(name)!r})"
-        for name in sorted(one.keys() | other.keys())
-        if one.get(name) != other.get(name) and name not in ("protocol", "seed")
-    ]
-    documents = [
-        {document["text_id"]: document["sha256"] for document in asked.get("text", {}).get("documents", [])}
-        for asked in (mine, theirs)
-    ]
-    edited = [i for i in documents[0].keys() & documents[1].keys() if documents[0][i] != documents[1][i]]
-    if edited:
-        differences.append(f"text ({len(edited)} documents of one name have other content, as {min(edited)})")
-    return differences
-
-
-# -- pairs ----------------------------------------------------------------------------------------------------
 
 
 class Pairs(NamedTuple):
@@ -209,11 +114,6 @@ def mean_over_seeds(seeds: Sequence[Units], *, retrieval: bool) -> Units:
         for key, unit in present[0].items()
         if all(sample_key(key, retrieval) in units for units in by_sample)
     }
-
-
-def tokenizer_groups(found: Sequence[Entry]) -> list[str]:
-    """Tokenizer fingerprints of the lines that have one, each once."""
-    return list(dict.fromkeys(entry.tokenizer for entry in found if entry.tokenizer))
 
 
 def comparable(a: Entry, b: Entry) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from atma_eval.compare.columns import columns_of
+from atma_eval.compare.cells import cells_of
 from atma_eval.compare.sheets import NOTHING, Line, Sheet, Text, interval_text
 from atma_eval.compare.tables import Table
-from atma_eval.metrics import METRICS, Metric, Unit, estimate
+from atma_eval.metrics import METRICS, Metric
 from atma_eval.reference import Published, published_metric, rows_like, texts
 from atma_eval.stats import Estimate
+from atma_eval.words import plural, sentence
 
 
 def published_rows(table: Table) -> tuple[str | None, list[Published]]:
@@ -38,7 +39,7 @@ def published_sheet(table: Table) -> Sheet:
         missing.append(said["missing"][table.metric.name])
     if metric_name is None:
         return Sheet(
-            title=f"{table.task} · published", stub="", heads=(), sections=(), footnotes=(_sentence(missing[0]),)
+            title=f"{table.task} · published", stub="", heads=(), sections=(), footnotes=(sentence(missing[0]),)
         )
     ours = _ours(table, METRICS[metric_name])
     lengths = sorted({n for values in ours.values() for n in values} | {n for row in rows for n in row.values})
@@ -62,8 +63,8 @@ def published_sheet(table: Table) -> Sheet:
         heads=tuple(f"{n:,}" for n in lengths),
         sections=tuple(section for section in sections if section),
         footnotes=(
-            *(_sentence(text) for text in missing),
-            "Not paired and not tested, for nearly everything differs. " + " ".join(map(_sentence, said["differs"])),
+            *(sentence(text) for text in missing),
+            "Not paired and not tested, for nearly everything differs. " + " ".join(map(sentence, said["differs"])),
             *(f"{note}: {said['notes'][note]}" for note in notes),
             f"Source: {said['source']} {_sources(rows)}",
         ),
@@ -74,7 +75,9 @@ def _sources(rows: list[Published]) -> str:
     """Each file or paper table once, with its rows and what they rest on."""
     by_source: dict[str, list[str]] = {}
     for row in rows:
-        rests = f"{row.num_trials} trials" if row.metric == "token_accuracy" else f"{row.num_documents} documents"
+        rests = (
+            plural(row.num_trials, "trial") if row.metric == "token_accuracy" else plural(row.num_documents, "document")
+        )
         by_source.setdefault(f"{row.source}, {rests}", []).append(row.name)
     return "; ".join(f"{', '.join(names)}: {source}" for source, names in by_source.items()) + "."
 
@@ -82,10 +85,6 @@ def _sources(rows: list[Published]) -> str:
 def _configs(table: Table) -> list[dict[str, Any]]:
     seeds = [seed for entry in table.entries for seed in entry.seeds if not entry.imported]
     return [seed.details["config"] for seed in seeds if isinstance(seed.details.get("config"), dict)]
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:].rstrip(".") + "."
 
 
 def _published_text(of: Estimate | None) -> Text:
@@ -96,12 +95,10 @@ def _published_text(of: Estimate | None) -> Text:
 
 
 def _ours(table: Table, metric: Metric) -> dict[str, dict[int, Estimate]]:
+    """Seeds pooled as in the table itself, whatever its metric."""
     found: dict[str, dict[int, Estimate]] = {}
     for entry in table.entries:
-        by_length: dict[int, list[Unit]] = {}
-        for seed in entry.seeds:
-            rows = [row for row in seed.rows if row["task"] == table.task]
-            for column, units in columns_of(seed, rows, metric, "length").items():
-                by_length.setdefault(column.length, []).extend(units.values())
-        found[entry.name] = {n: estimate(units, metric) for n, units in by_length.items()}
+        rows = [[row for row in seed.rows if row["task"] == table.task] for seed in entry.seeds]
+        cells = cells_of(entry, rows, metric, "length")
+        found[entry.name] = {column.length: cell.estimate for column, cell in cells.items()}
     return found

@@ -5,26 +5,20 @@ One call tests a whole grid of tables, models and columns; p is adjusted over al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
-from atma_eval import stats
-from atma_eval.compare.cells import Cells, cells_of
+from atma_eval.compare.cells import Cells, cells_of, effective_length
 from atma_eval.compare.columns import BY_METRICS, By, Column, has_parts, metric_by
 from atma_eval.compare.contrast import Contrast, adjust, contrast
-from atma_eval.compare.pairing import Entry, check_samples, comparable, entries, tokenizer_groups
+from atma_eval.compare.notes import MISSING, task_notes
+from atma_eval.compare.pairing import Entry, comparable, entries
+from atma_eval.compare.unlike import check_samples, headline_metrics
 from atma_eval.errors import UserError, did_you_mean
-from atma_eval.metrics import Metric, Row, is_retrieval, metrics_of
+from atma_eval.metrics import METRICS, Metric, Row, is_retrieval, metric_for, metrics_of
 from atma_eval.runs import ModelRows
 from atma_eval.stats import EffectiveLength
-
-MISSING = {  # why a task has no table
-    "length": "no row has the metric; uplift takes the format control",
-    "depth": "it takes needles at several depths",
-    "position": "it takes a retrieval task",
-    "bucket": "it takes losses with curves.npz beside the records, and a length that all models have",
-}
-SHARE = 0.85  # of the shortest length's score, which an effective length keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +97,13 @@ def compare(models: Sequence[ModelRows], spec: CompareSpec = CompareSpec()) -> C
     baselines = _baselines(lines, spec.baseline)
     drafts: list[Table] = []
     for task, found in lines.items():
-        check_samples(found, task)
+        check_samples([seed for entry in found for seed in entry.seeds], task)
         shown = _draft(task, found, baselines[task], spec)
         drafts += shown
-        notes += _task_notes(task, found, shown, spec)
+        metric = shown[0].metric if shown else None
+        notes += task_notes(task, found, _first_row(found, task), metric, spec.metric, spec.by)
+        if spec.baseline and len(found) > 1 and not any(_called(entry, spec.baseline) for entry in found):
+            notes.append(f"{task} has no {spec.baseline}: no differences there")
     if not drafts:
         raise UserError(f"there is nothing to show by {spec.by}", MISSING[spec.by])
     return Comparison(spec=spec, tables=tuple(_adjusted(drafts)), notes=tuple(dict.fromkeys(notes)))
@@ -128,14 +125,25 @@ def _tasks(models: Sequence[ModelRows], spec: CompareSpec) -> list[str]:
         first = {task: next(row for row in rows[task] if row["task"] == task) for task in chosen}
         having = [task for task in chosen if spec.metric in metrics_of(first[task])]
         if not having:
-            metric_by(first[chosen[0]], spec.metric, spec.by)  # says what there is
+            _refuse_metric(spec.metric, first)
         return having
     return chosen
 
 
+def _refuse_metric(name: str, first: dict[str, Row]) -> NoReturn:
+    """Say what metrics there are; ``first`` is a row of each task."""
+    if len(first) == 1:
+        (row,) = first.values()
+        metric_for(row, name)
+    known = list(dict.fromkeys(metric for row in first.values() for metric in metrics_of(row)))
+    what = f"no task here has the metric {name!r}" if name in METRICS else f"unknown metric {name!r}"
+    raise UserError(what, did_you_mean(name, known))
+
+
 def _check_common(lines: dict[str, list[Entry]]) -> None:
     runs = {seed.run.path: seed.run for found in lines.values() for entry in found for seed in entry.seeds}
-    if len(runs) > 1 and lines and all(len(found) < 2 for found in lines.values()):
+    names = {entry.name for found in lines.values() for entry in found}
+    if len(runs) > 1 and len(names) > 1 and all(len(found) < 2 for found in lines.values()):
         has = "; ".join(f"{found[0].name} has {task}" for task, found in lines.items())
         raise UserError(f"no two models share a task: {has}", "give runs of the same task")
 
@@ -154,26 +162,6 @@ def _baselines(lines: dict[str, list[Entry]], name: str | None) -> dict[str, Ent
 def _called(entry: Entry, name: str) -> bool:
     """By the name in the table, without the count of seeds, or by the label of one of its seeds."""
     return name in (entry.name, entry.name.rpartition(" (")[0], *(s.label for s in entry.seeds))
-
-
-def _task_notes(task: str, found: list[Entry], shown: list[Table], spec: CompareSpec) -> Iterator[str]:
-    metrics = metrics_of(_first_row(found, task))
-    if not shown:
-        yield f"{task} is left out: {MISSING[spec.by]}"
-    elif spec.metric is None and spec.by == "length" and shown[0].metric.name != metrics[0]:
-        yield f"no row of {task} has {metrics[0]}: {shown[0].metric.name} is shown"
-    if spec.baseline and len(found) > 1 and not any(_called(entry, spec.baseline) for entry in found):
-        yield f"{task} has no {spec.baseline}: no differences there"
-    tokenizers = tokenizer_groups(found)
-    if len(tokenizers) > 1:
-        words = f"models of {task} have other tokenizers ({', '.join(tokenizers)}): they are not paired"
-        if "bits_per_byte" in metrics and spec.metric != "bits_per_byte":
-            yield f"{words}, and losses per token do not compare; --metric bits_per_byte does, of the text each read"
-        else:
-            yield f"{words}, and a length in tokens is more or less text"
-    types = {str(seed.details["dtype"]) for entry in found for seed in entry.seeds if seed.details.get("dtype")}
-    if len(types) > 1:
-        yield f"models of {task} were measured in {' and '.join(sorted(types))}"
 
 
 # -- tables -------------------------------------------------------------------------------------------------
@@ -202,7 +190,9 @@ def _first_metric(
     found: list[Entry], rows: dict[str, list[list[Row]]], first: Row, spec: CompareSpec
 ) -> tuple[Metric, Cells]:
     """The metric asked for; else the first of the task's that any row has, as imported rows lack some."""
-    names = metrics_of(first) if spec.metric is None and spec.by not in BY_METRICS else (spec.metric,)
+    models = [seed for entry in found for seed in entry.seeds]
+    given = spec.metric is not None or spec.by in BY_METRICS
+    names = (spec.metric,) if given else headline_metrics(models, first)
     candidates = []
     for name in names:
         metric = metric_by(first, name, spec.by)
@@ -274,17 +264,12 @@ def _two_best(found: list[Entry], column: Column, cells: Cells, metric: Metric) 
 def _effective_lengths(
     found: list[Entry], columns: list[Column], cells: Cells, metric: Metric
 ) -> dict[str, EffectiveLength]:
-    """Of scores between 0 and 1, on the lengths each model has."""
-    if metric.kind not in ("proportion", "share"):
-        return {}
     lengths = {}
     for entry in found:
-        by_length = {c.length: cells[entry.name, c].units for c in columns if (entry.name, c) in cells}
-        trials = {(k.depth, k.trial): u.document for units in by_length.values() for k, u in units.items()}
-        values = {n: {(k.depth, k.trial): u.value for k, u in units.items()} for n, units in by_length.items()}
-        table = [[values[n].get(trial) for trial in trials] for n in values]
-        if trials and not entry.imported:
-            lengths[entry.name] = stats.effective_length(list(values), table, list(trials.values()), share=SHARE)
+        mine = {c: cells[entry.name, c] for c in columns if (entry.name, c) in cells}
+        of = None if entry.imported else effective_length(mine, metric)
+        if of is not None:
+            lengths[entry.name] = of
     return lengths
 
 

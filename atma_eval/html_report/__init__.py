@@ -10,15 +10,18 @@ from pathlib import Path
 
 from atma_eval import __version__
 from atma_eval.compare import CompareSpec, Comparison, compare
+from atma_eval.compare.unlike import groups_that_pair
 from atma_eval.errors import UserError, did_you_mean
 from atma_eval.html_report.manifest import manifest_section
 from atma_eval.html_report.parts import Html, el, page
-from atma_eval.html_report.tasks import how_to_read, summary_section, task_section
+from atma_eval.html_report.summary import summary_section
+from atma_eval.html_report.tasks import how_to_read, task_section
 from atma_eval.plots.builders import build_charts
-from atma_eval.plots.charts import Chart, plural
+from atma_eval.plots.charts import Chart
 from atma_eval.plots.estimates import models_with
 from atma_eval.plots.forest import forests_of
 from atma_eval.runs import ModelRows
+from atma_eval.words import plural
 
 MOST_IN_TITLE = 3  # tasks that are named there
 
@@ -30,15 +33,15 @@ def html_report(models: Sequence[ModelRows], *, baseline: str | None = None) -> 
     """
     _check_baseline(models, baseline)
     tasks = list(dict.fromkeys(task for model in models for task in model.tasks))
-    comparisons, unpaired = _compare(models, tasks, baseline)
+    comparisons = _compare(models, tasks, baseline)
     sections: list[Html] = []
+    notes = [note for model in models for note in model.run.notes]
     for number, task in enumerate(tasks, start=1):
         mine = [model for model in models if task in model.tasks]
-        sections.append(
-            task_section(f"task-{number}", task, mine, comparisons[task], _charts(mine, task, comparisons[task]))
-        )
-    notes = [note for model in models for note in model.run.notes]
-    notes += [note for found in comparisons.values() for comparison in found for note in comparison.notes] + unpaired
+        charts = _charts(mine, task, comparisons[task])
+        sections.append(task_section(f"task-{number}", task, mine, comparisons[task], charts))
+        notes += [note for comparison in comparisons[task] for note in comparison.notes]
+        notes += [note for chart in charts for note in chart.notes]
     links = [el("a", task, href=f"#task-{number}") for number, task in enumerate(tasks, start=1)]
     num_models = len({model.name for model in models})
     named = ", ".join(tasks) if len(tasks) <= MOST_IN_TITLE else f"{len(tasks)} tasks"
@@ -67,30 +70,25 @@ def _check_baseline(models: Sequence[ModelRows], baseline: str | None) -> None:
                 raise UserError(f"no model is called {baseline!r}", did_you_mean(baseline, known)) from None
 
 
-def _compare(
-    models: Sequence[ModelRows], tasks: Sequence[str], baseline: str | None
-) -> tuple[dict[str, list[Comparison]], list[str]]:
-    """The comparison of each task, all of one call where that can be; and why models could not be paired.
+def _compare(models: Sequence[ModelRows], tasks: Sequence[str], baseline: str | None) -> dict[str, list[Comparison]]:
+    """The comparison of each task, all of one call where that can be; else one for each group of models that pair.
 
-    Where samples differ each model is taken on its own. A task of which only controls were scored has none.
+    A task of which only controls were scored has none.
     """
     try:
         whole = compare(models, CompareSpec(baseline=baseline))
-        return {task: [whole] for task in tasks}, []
+        return {task: [whole] for task in tasks}
     except UserError:
         pass  # one task that does not pair must not take the others' differences away
     found: dict[str, list[Comparison]] = {}
-    why = []
     for task in tasks:
-        mine = models_with(models, task)
-        names = {name for model in mine for name in (model.name, model.label)}
-        spec = CompareSpec(task=task, baseline=baseline if baseline in names else None)
-        try:
-            found[task] = [compare(mine, spec)] if mine else []
-        except UserError as error:
-            why.append(error.message)
-            found[task] = [compare([model], CompareSpec(task=task)) for model in mine]
-    return found, why
+        groups, _ = groups_that_pair(models_with(models, task), task)
+        found[task] = []
+        for group in groups:
+            names = {name for model in group for name in (model.name, model.label)}
+            spec = CompareSpec(task=task, baseline=baseline if baseline in names else None)
+            found[task].append(compare(group, spec))
+    return found
 
 
 def _charts(models: Sequence[ModelRows], task: str, comparisons: Sequence[Comparison]) -> list[Chart]:

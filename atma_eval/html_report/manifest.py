@@ -7,6 +7,7 @@ from typing import Any
 
 from atma_eval.html_report.parts import Content, Html, el, folded, join, table
 from atma_eval.runs import ModelRows, Run
+from atma_eval.words import plural
 
 MODEL_FIELDS = (
     "architecture num_parameters training_length trained_window dtype device device_name implementations tokenizer "
@@ -20,7 +21,7 @@ def manifest_section(models: Sequence[ModelRows]) -> Html:
 
 
 def _run(run: Run) -> Html:
-    num_rows = f"{len(run.rows):,} rows of run {run.rows[0]['run_id']}, in {run.path}"
+    num_rows = f"{plural(len(run.rows), 'row')} of run {run.rows[0]['run_id']}, in {run.path}"
     if not run.manifest:
         return join(el("h3", run.name), el("p", num_rows, "; there is no manifest, so nothing more is known."))
     return join(

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atma_eval.compare import Comparison, Table
+from atma_eval.compare.effective import effective_sheet
 from atma_eval.compare.sheets import Line as SheetLine
-from atma_eval.compare.sheets import Sheet, Text, effective_sheet, main_sheet, number
+from atma_eval.compare.sheets import Sheet, Text, main_sheet
 from atma_eval.html_report.claims import claims_of
 from atma_eval.html_report.parts import Content, Html, el, folded, join, picture, table
-from atma_eval.metrics import METRICS, is_retrieval, metrics_of
-from atma_eval.plots.charts import Chart, Line, Point, failures_text, length_text, plural, range_text
+from atma_eval.html_report.summary import tables_of
+from atma_eval.metrics import METRICS, metrics_of
+from atma_eval.plots.charts import Chart, Line, Point, failures_text, length_text
 from atma_eval.plots.estimates import by_length, chance_of, models_with, rows_of
 from atma_eval.plots.files import render
 from atma_eval.runs import ModelRows
+from atma_eval.words import number, span
 
 MOST_UNFOLDED = 4  # models whose metrics are all shown at once
 CONTROL_LINES = ("exact", "first_token", "nll")
@@ -26,105 +29,15 @@ def _estimate(point: Point | None) -> Html:
     mean, low, high, _ = point.estimate
     if mean is None:
         return el("td", failures_text(point.failed) or "–", class_="bad")
-    interval = "no interval" if low is None or high is None else f"{number(low)}–{number(high)}"
+    interval = "no interval" if low is None or high is None else span(low, high)
     lost = el("small", f"and {failures_text(point.failed)}", class_="bad") if point.failed else None
     return el("td", number(mean), el("small", interval), lost)
-
-
-# -- summary ----------------------------------------------------------------------------------------------
-
-
-def summary_section(
-    models: Sequence[ModelRows], tasks: Sequence[str], comparisons: dict[str, list[Comparison]]
-) -> Html:
-    """A line for each model and task: the headline at the shortest and the longest length, and how far it holds."""
-    rows: list[list[Content]] = []
-    for task in tasks:
-        tables = _tables(task, comparisons[task])
-        effective = {name: of for found in tables for name, of in found[0].effective_lengths.items()}
-        for model in models_with(models, task) if tables else ():
-            metric = tables[0][0].metric
-            points = by_length(model, task, metric).points
-            scored = [point for point in points if point.estimate.mean is not None]
-            of = effective.get(model.name)
-            held = "–" if of is None else "none shown" if of.length is None else length_text(of.length)
-            lost = sum(count for point in points for count in point.failed.values())
-            first, last = (scored[0], scored[-1]) if scored else (None, None)
-            rows.append(
-                [
-                    model.name,
-                    el("td", f"{task}: {metric.label}", class_="text"),
-                    _at(first),
-                    _at(last),
-                    f"≥ {held}" if of and of.censored else held,
-                    el("td", f"{lost:,}", class_="bad" if lost else ""),
-                ]
-            )
-    head = (
-        "model",
-        el("th", "task: metric", scope="col", class_="text"),
-        "at its shortest length",
-        "at its longest",
-        "effective length",
-        "rows not scored",
-    )
-    caption = (
-        "Mean with its 95 % interval. Effective length: the longest whose lower bound stays above 85 % of the score at "
-        "the shortest, as at all lengths before it (for seeds that are pooled see the task)."
-    )
-    return el("section", [_lead(task, models, comparisons[task]) for task in tasks], table(head, rows, caption))
-
-
-def _tables(task: str, comparisons: Sequence[Comparison]) -> list[tuple[Table, Comparison]]:
-    return [(found, comparison) for comparison in comparisons for found in comparison.tables if found.task == task]
-
-
-def _lead(task: str, models: Sequence[ModelRows], comparisons: Sequence[Comparison]) -> Html:
-    """What was measured, and what the paired comparison says, in two sentences or three."""
-    rows = [row for model in models for row in rows_of(model, task)]
-    lengths = sorted({row["length"] for row in rows})
-    if not lengths:
-        return el("p", el("strong", task), ": only controls were scored so far.")
-    tables = _tables(task, comparisons)
-    num = (
-        {point.estimate.n for m in models for point in by_length(m, task, tables[0][0].metric).points} if tables else ()
-    )
-    what = "trial" if is_retrieval(rows[0]) else "document"
-    span = " to ".join(dict.fromkeys(map(length_text, (lengths[0], lengths[-1]))))
-    words = [f": {span} tokens, {plural(range_text(num), what)} for each model and length."]
-    for found, _ in tables:
-        if not found.contrasts:
-            continue
-        resolved = [at for at, contrast in found.contrasts.items() if contrast.resolved]
-        words.append(
-            f" {len(resolved)} of {len(found.contrasts)} paired differences from {found.baseline} are resolved."
-        )
-        last = found.columns[-1]
-        if last in found.best:
-            best = found.best[last]
-            ahead = (
-                "ahead of the second by more" if found.is_best(best, last) else "but not ahead of the second by more"
-            )
-            words.append(f" The best mean at {length_text(last.length)} is that of {best}, {ahead} than chance.")
-    return el("p", el("strong", task), *words)
-
-
-def _at(point: Point | None) -> Html:
-    if point is None:
-        return el("td", "nothing scored", class_="bad")
-    mean, low, high, n = point.estimate
-    interval = "no interval" if low is None or high is None else f"{number(low)}–{number(high)}"
-    under = f"{interval}, n = {n}, at {length_text(point.at)}"
-    return el("td", "–" if mean is None else number(mean), el("small", under))
-
-
-# -- one task ---------------------------------------------------------------------------------------------
 
 
 def task_section(
     anchor: str, task: str, models: Sequence[ModelRows], comparisons: Sequence[Comparison], charts: Sequence[Chart]
 ) -> Html:
-    tables = _tables(task, comparisons)
+    tables = tables_of(task, comparisons)
     return el(
         "section",
         el("h2", task, id_=anchor),

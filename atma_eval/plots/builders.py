@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from atma_eval.compare.unlike import headline_metrics
 from atma_eval.errors import UserError, did_you_mean
 from atma_eval.metrics import METRICS, is_retrieval, metrics_of, units
 from atma_eval.plots.charts import KINDS, Chart
@@ -90,11 +91,12 @@ def _suitable(models: list[ModelRows], task: str, metric: str | None) -> tuple[s
 
 def _build(kind: str, models: list[ModelRows], task: str, metric: str | None) -> list[Chart]:
     """The chart of a kind, where the task has its metric; none of the kind forest."""
-    names = metrics_of(rows_of(models[0], task)[0])
+    names = headline_metrics(models, rows_of(models[0], task)[0])
     if kind == "position":
         chart = position_chart(models, task)
         return [chart] if chart else []
-    candidates = {"accuracy": SCORES, "nll": ("nll",)}.get(kind, names)
+    losses = tuple(name for name in names if name in ("nll", "bits_per_byte"))
+    candidates = {"accuracy": SCORES, "nll": losses}.get(kind, names)
     chosen = metric or next((name for name in candidates if _has_values(models, task, name)), candidates[0])
     if chosen not in names or kind == "forest":
         return []

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from atma_eval.metrics import Metric
 from atma_eval.stats import Estimate
+from atma_eval.words import minus
 
 KINDS = ("heatmap", "accuracy", "nll", "position", "forest")
 MOST_IN_ONE_PANEL = 6  # lines; more get a panel each
@@ -41,6 +42,7 @@ class Chart:
     Attributes:
         caption: n, what a band or bar is, and what else is to be said, in a few sentences.
         trained: the training lengths of its models, where the manifest knows them.
+        notes: what sets its models apart, which the caption says too.
     """
 
     kind: str
@@ -52,6 +54,7 @@ class Chart:
     retrieval: bool
     x_label: str = "length, tokens"
     trained: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +116,14 @@ def length_text(length: float) -> str:
 
 def number_text(value: float) -> str:
     """Three digits or so."""
-    if value != 0 and not 5e-4 <= abs(value) < 1e5:
-        return f"{value:.0e}"
-    return f"{value:.{2 if abs(value) < 100 else 0}f}" if abs(value) >= 0.01 or value == 0 else f"{value:.3f}"
+    size = abs(value)
+    if size != 0 and not 5e-4 <= size < 1e5:
+        return minus(value) + f"{size:.0e}"
+    return minus(value) + (f"{size:.{2 if size < 100 else 0}f}" if size >= 0.01 or size == 0 else f"{size:.3f}")
 
 
 def failures_text(failed: dict[str, int]) -> str:
     return ", ".join(f"{count} {status}" for status, count in failed.items())
-
-
-def plural(count: str | int, noun: str) -> str:
-    return f"{count} {noun}" if str(count) == "1" else f"{count} {noun}s"
 
 
 def range_text(counts: Iterable[int]) -> str:
@@ -138,8 +138,21 @@ def interval_text(metric: Metric, retrieval: bool, num_documents: int) -> str:
     return "95 % t intervals over " + ("documents" if num_documents != 1 or not retrieval else "trials of one document")
 
 
-def marks_text(lines: Sequence[Line]) -> str:
-    """What the intervals of lines are drawn as."""
+MARKS = ("Bands", "Bars", "Bars, models side by side")  # how the intervals of lines are drawn
+
+
+def intervals_text(lines: Sequence[Line], interval: str) -> str:
+    """What the intervals of lines are and are drawn as, or that there is none."""
+    points = [point.estimate for line in lines for point in line.points if point.estimate.mean is not None]
+    if points and all(estimate.low is None for estimate in points):
+        return "No intervals: each point is one value, or equal values"
+    bands, one_bar, side_by_side = MARKS
     if any(len(line.points) > 1 for line in lines) and not MOST_WITH_BANDS < len(lines) <= MOST_IN_ONE_PANEL:
-        return "Bands"
-    return "Bars" if len(lines) == 1 else "Bars, models side by side"
+        return f"{bands}: {interval}"
+    return f"{one_bar if len(lines) == 1 else side_by_side}: {interval}"
+
+
+def without_interval_text(points: Sequence[Estimate]) -> str:
+    """A sentence about points that have none beside others that do; empty where there are no such."""
+    bare = {estimate.low is None for estimate in points if estimate.mean is not None}
+    return " A point without one has one value, or equal values: no interval." if len(bare) > 1 else ""

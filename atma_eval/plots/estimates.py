@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from atma_eval.compare.unlike import apart
 from atma_eval.metrics import METRICS, Metric, Row, Unit, estimate, is_retrieval, ratio_of_sums, units
 from atma_eval.plots.charts import (
     Heat,
@@ -18,14 +19,15 @@ from atma_eval.plots.charts import (
     Point,
     failures_text,
     interval_text,
+    intervals_text,
     length_text,
-    marks_text,
     number_text,
-    plural,
     range_text,
+    without_interval_text,
 )
 from atma_eval.runs import ModelRows
 from atma_eval.stats import Estimate
+from atma_eval.words import plural, sentence
 
 CONTROLS = ("absent", "format")
 NOTHING = Estimate(None, None, None, 0)
@@ -85,6 +87,7 @@ def _common(kind: str, models: list[ModelRows], task: str, metric: Metric, title
         "retrieval": is_retrieval(row),
         "x_label": "gap, tokens" if _by_gap(models, task) else "length, tokens",
         "trained": tuple(sorted(length for length in trained if length)),
+        "notes": tuple(apart(models, task, metric)),
     }
 
 
@@ -92,8 +95,8 @@ def _documents(models: list[ModelRows], task: str) -> int:
     return len({row["text_id"] for model in models for row in rows_of(model, task) if row["status"] == "ok"})
 
 
-def _ending(models: list[ModelRows], points: Iterable[Point], mark: str) -> str:
-    """Sentences on what is missing: failures and unfinished runs."""
+def _ending(models: list[ModelRows], points: Iterable[Point], mark: str, notes: Iterable[str]) -> str:
+    """Sentences on what is missing, failures and unfinished runs, and on what sets models apart."""
     failed: Counter[str] = Counter()
     for point in points:
         failed.update(point.failed)
@@ -102,7 +105,7 @@ def _ending(models: list[ModelRows], points: Iterable[Point], mark: str) -> str:
         text += " A run is unfinished: this is what it has."
     if any(model.run.imported for model in models):
         text += " Imported means have Wilson intervals over the trials behind them if they are shares, else none."
-    return text
+    return "".join([text, *(f" {sentence(note)}" for note in notes)])
 
 
 def length_chart(kind: str, models: list[ModelRows], task: str, metric: Metric) -> LineChart:
@@ -122,11 +125,9 @@ def length_chart(kind: str, models: list[ModelRows], task: str, metric: Metric) 
     unit = "trial" if is_retrieval(row) else "document"
     counts = [point.estimate.n for point in points if point.estimate.n]
     of = plural(range_text(counts), unit)
-    caption = f"{marks_text(lines)}: {interval_text(metric, is_retrieval(row), documents)}; n = {of} per point" + (
-        f", {plural(documents, 'document')}." if is_retrieval(row) else "."
-    )
-    if any(point.estimate.mean is not None and point.estimate.low is None for point in points):
-        caption += " A point without one has one value, or equal values: no interval."
+    drawn = intervals_text(lines, interval_text(metric, is_retrieval(row), documents))
+    caption = f"{drawn}; n = {of} per point" + (f", {plural(documents, 'document')}." if is_retrieval(row) else ".")
+    caption += without_interval_text([point.estimate for point in points])
     bare = [line.model for line in lines if all(p.estimate.mean is None and not p.failed for p in line.points)]
     if bare and len(bare) < len(lines):
         caption += f" No {metric.label} is known of {', '.join(bare)}."
@@ -134,10 +135,11 @@ def length_chart(kind: str, models: list[ModelRows], task: str, metric: Metric) 
         caption += " Thin lines are controls: needle absent, and another value of the same form (format)."
     if chance is not None:
         caption += f" Guessing digits scores {chance:.3g} (chance)."
-    caption += _ending(models, points, "; × marks a length of which no row was scored")
     what = "gap" if _by_gap(models, task) else "length"
+    common = _common(kind, models, task, metric, f"{task}: {metric.label} by {what}")
+    caption += _ending(models, points, "; × marks a length of which no row was scored", common["notes"])
     return LineChart(
-        **_common(kind, models, task, metric, f"{task}: {metric.label} by {what}"),
+        **common,
         caption=caption,
         lines=lines,
         controls=controls,
@@ -179,10 +181,11 @@ def heatmap_chart(models: list[ModelRows], task: str, metric: Metric) -> HeatCha
         caption += f" The widest of the {interval} spans {number_text(max(widths))}."
     if any(point is None for panel in panels for row in panel.cells for point in row):
         caption += " Empty: not asked."
-    caption += _ending(models, points, "; hatched where no row was scored")
     what = "depth and length" if by_depth else "model and length"
+    common = _common("heatmap", models, task, metric, f"{task}: {metric.label} by {what}")
+    caption += _ending(models, points, "; hatched where no row was scored", common["notes"])
     return HeatChart(
-        **_common("heatmap", models, task, metric, f"{task}: {metric.label} by {what}"),
+        **common,
         caption=caption,
         lengths=lengths,
         panels=panels,
@@ -211,14 +214,16 @@ def position_chart(models: list[ModelRows], task: str) -> LineChart | None:
     if not lines:
         return None
     num, long = plural(range_text(ends), "document"), " or ".join(map(length_text, sorted(lengths)))
+    drawn = intervals_text(lines, "95 % t intervals over documents (may leave the frame)")
     caption = (
-        f"{marks_text(lines)}: 95 % t intervals over documents (may leave the frame); n = {num} of {long} tokens. "
+        f"{drawn}; n = {num} of {long} tokens. "
         "Each point is the mean of the positions from one power of two to the next."
     )
+    caption += without_interval_text([point.estimate for line in lines for point in line.points])
     common = _common("position", models, task, METRICS["nll"], f"{task}: nll (nats) by position")
     return LineChart(
         **{**common, "x_label": "target position, tokens"},
-        caption=caption + _ending(models, [], ""),
+        caption=caption + _ending(models, [], "", common["notes"]),
         lines=tuple(lines),
     )
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atma_eval.compare import CompareSpec, Comparison, Table, compare
+from atma_eval.compare.unlike import apart
 from atma_eval.plots.charts import ForestChart, Gap, range_text
 from atma_eval.runs import ModelRows
+from atma_eval.words import plural, sentence
 
 
 def forests(
@@ -26,24 +28,14 @@ def _forest(table: Table, num_tests: int) -> ForestChart:
     for (name, column), found in table.contrasts.items():
         mean, low, high, _, n, _ = found.difference
         differences.setdefault(name, []).append(Gap(column.length, mean, low, high, n, found.resolved))
-    documents = {found.difference.num_clusters for found in table.contrasts.values()}
     metric, ratio = table.metric, table.metric.kind == "exponential"
-    pooled = any(len(entry.seeds) > 1 for entry in table.entries)
-    interval = (
-        "95 % score intervals of paired shares (Newcombe)"
-        if metric.kind == "proportion" and not pooled
-        else "95 % t intervals over documents"
-    )
-    counts = [gap.n for gaps in differences.values() for gap in gaps]
     seeds = [seed for entry in table.entries for seed in entry.seeds]
     trained = {seed.training_length for seed in seeds}
-    caption = (
-        f"Each model {'over' if ratio else 'less'} {table.baseline} on the samples both have: n = {range_text(counts)} "
-        f"pairs of {range_text(documents)} documents. Bars: {interval}. Filled: different at 5 %, adjusted over "
-        f"{num_tests} differences (Benjamini-Hochberg); hollow: not resolved, which is not the same as equal."
-    )
+    notes = tuple(apart(seeds, table.task, metric))
+    caption = _caption(table, num_tests)
     if any("unfinished" in note for seed in seeds for note in seed.run.notes):
         caption += " A run is unfinished: this is what it has."
+    caption = "".join([caption, *(f" {sentence(note)}" for note in notes)])
     return ForestChart(
         kind="forest",
         task=table.task,
@@ -54,7 +46,29 @@ def _forest(table: Table, num_tests: int) -> ForestChart:
         retrieval=table.retrieval,
         x_label="gap, tokens" if table.protocol.startswith("induction") else "length, tokens",
         trained=tuple(sorted(length for length in trained if length)),
+        notes=notes,
         baseline=table.baseline or "",
         null=1.0 if ratio else 0.0,
         differences={name: tuple(sorted(gaps)) for name, gaps in differences.items()},
     )
+
+
+def _caption(table: Table, num_tests: int) -> str:
+    found = [contrast.difference for contrast in table.contrasts.values()]
+    counts, documents = range_text(of.n for of in found), range_text(of.num_clusters for of in found)
+    over = "over" if table.metric.kind == "exponential" else "less"
+    caption = (
+        f"Each model {over} {table.baseline} on the samples both have: n = {plural(counts, 'pair')} of "
+        f"{plural(documents, 'document')}. Bars: {_intervals(table)}. Filled: different at 5 %, adjusted over "
+        f"{plural(num_tests, 'difference')} (Benjamini-Hochberg); hollow: not resolved, which is not the same as equal."
+    )
+    if any(of.mean is not None and of.low is None for of in found):
+        caption += " A point without a bar is of one pair, or of pairs that all differ alike: no interval."
+    return caption
+
+
+def _intervals(table: Table) -> str:
+    """Of single seeds on trials right or wrong one kind, of means over seeds another: both stand in one picture."""
+    kinds = {True: "95 % score intervals of paired shares (Newcombe)", False: "95 % t intervals over documents"}
+    there = {contrast.binary for contrast in table.contrasts.values()}
+    return " or, where seeds are pooled, ".join(kinds[binary] for binary in (True, False) if binary in there)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atma_eval.plots.charts import (
+    MARKS,
     Chart,
     ForestChart,
     Gap,
@@ -21,6 +22,7 @@ from atma_eval.plots.charts import (
     length_text,
     number_text,
 )
+from atma_eval.words import span
 
 BLOCKS = " ▏▎▍▌▋▊▉█"
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -86,8 +88,9 @@ def _caption(chart: Chart) -> str:
     """The picture's own, less the words on how it is drawn."""
     text = chart.caption
     if isinstance(chart, LineChart):
-        intervals = text.split(": ", 1)[1]
-        text = f"{intervals[0].upper()}{intervals[1:]}" if chart.kind == "position" else f"In grey: {intervals}"
+        marks, _, intervals = text.partition(": ")
+        if marks in MARKS:
+            text = f"{intervals[0].upper()}{intervals[1:]}" if chart.kind == "position" else f"In grey: {intervals}"
         text = text.replace("Thin lines are controls", "Controls").replace("× marks", "named at")
         text = text.replace(" (may leave the frame)", "")
     elif isinstance(chart, ForestChart):
@@ -124,7 +127,7 @@ def _cell(point: Point | None, scale: tuple[float, float], *, interval: bool) ->
     share = (mean - scale[0]) / (scale[1] - scale[0])
     text = Text(f"{bar(share)} {number_text(mean):>5}")
     if interval and low is not None and high is not None:
-        text.append(f"\n{number_text(low)}–{number_text(high)}", style="dim")
+        text.append(f"\n{span(low, high, number_text)}", style="dim")
     elif interval:
         text.append("\nno interval", style="dim")
     else:

@@ -8,14 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from atma_eval.stats.bootstrap import resample
-from atma_eval.stats.intervals import ROUNDING, Z_95, cluster_index, t_quantile
+from atma_eval.stats.intervals import ROUNDING, Z_95, cluster_index, t_quantile, wilson
 
 
 class EffectiveLength(NamedTuple):
     """Effective length with its interval, in tokens; ``None`` stands for *below the shortest length measured*.
 
     ``reference`` is the score at the shortest length (``None``: nothing was scored). ``censored``: the longest length
-    scored still holds, so the effective length is at least ``length``.
+    scored still holds, so the effective length is at least ``length``. ``too_few``: no length holds, though some
+    trials are right, and as few trials could not have shown the shortest to hold even if all were right.
     """
 
     length: int | None
@@ -23,6 +24,7 @@ class EffectiveLength(NamedTuple):
     high: int | None
     reference: float | None
     censored: bool
+    too_few: bool = False
 
 
 def effective_length(
@@ -81,7 +83,11 @@ def effective_length(
         return known[num - 1] if num else None
 
     reference = float(np.nanmean(table[0]))
-    return EffectiveLength(name(num_held), name(low), name(high), reference, num_held == len(table))
+    num_trials = int(scored[0].sum())
+    best_low = wilson(num_trials, num_trials).low
+    assert best_low is not None  # the first length has trials
+    too_few = num_held == 0 and reference > 0 and best_low < share
+    return EffectiveLength(name(num_held), name(low), name(high), reference, num_held == len(table), too_few)
 
 
 def _lower_bounds(
