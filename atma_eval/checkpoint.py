@@ -61,16 +61,8 @@ def find_model(spec: ModelSpec) -> ModelSource:
     return AtmaSource(label=label, path=path, weights=weights, config=atma, spec=spec)
 
 
-def describe_model(source: ModelSource, window: str | int) -> dict[str, Any]:
-    """What the manifest says of a model: found out, and its weight files checked, without loading it.
-
-    ``window`` is ``train``, ``full`` or a number of keys.
-    """
-    return source.describe(window)
-
-
 def load_model(source: ModelSource, window: str | int, details: dict[str, Any] | None = None) -> LoadedModel:
-    """Load weights strictly and place them; ``details`` are those of `describe_model`, where they are known."""
+    """Load weights strictly and place them; ``details`` are those of `ModelSource.describe`, if known."""
     details = details or source.describe(window)
     return LoadedModel(label=source.label, model=source.load(window, details), details=details)
 

@@ -23,11 +23,11 @@ from atma_eval.commands.export import export
 from atma_eval.commands.importing import import_logs
 from atma_eval.commands.plot import plot
 from atma_eval.commands.report import report
-from atma_eval.console import refuse, say, wide_console
+from atma_eval.console import EXIT_INTERRUPTED, refuse, say, wide_console
 from atma_eval.errors import UserError
 from atma_eval.words import plural, times
 
-EXIT_FAILED_CELLS, EXIT_INTERRUPTED = 1, 130  # bad input is 2
+EXIT_FAILED_CELLS = 1  # bad input is 2, interrupted 130
 SHORTER_HINT = "ask for shorter --lengths or fewer --trials"
 DEMO_MODEL, DEMO_TRIALS, DEMO_DOCS = "atma", 8, 4
 MAX_LISTED_FAILURES = 3

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rich.console import Console
 
 from atma_eval.errors import UserError
 
+EXIT_INTERRUPTED = 130
 WIDTH = 100  # of a table that goes to a file or a pipe
 
 
@@ -34,3 +36,13 @@ def refuse(error: UserError) -> NoReturn:
     if error.hint:
         console.print(f"hint: {error.hint}")
     sys.exit(error.exit_code)
+
+
+def run_module(main: Callable[[], None]) -> None:
+    """``main`` of a ``python -m`` module: a user's mistake ends it as it ends a command, ctrl-C without a traceback."""
+    try:
+        main()
+    except UserError as error:
+        refuse(error)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from atma_eval.checkpoint import describe_model, find_model, load_model
+from atma_eval.checkpoint import find_model, load_model
 from atma_eval.errors import UserError
 from atma_eval.plan import Account, Node, PrefixTree
 from atma_eval.records import SCHEMA, RunDirectory
@@ -165,7 +165,7 @@ def _agree(directory: RunDirectory, cells: list[Cell]) -> list[dict[str, Any]]:
     for cell in cells:
         task, tokenizer = cell.spec.task, cell.source.tokenizer
         at = (cell.source.label, cell.spec.window)
-        described = known[at] = known.get(at) or describe_model(cell.source, cell.spec.window)
+        described = known[at] = known.get(at) or cell.source.describe(cell.spec.window)
         details.append(described)
         own = {name: value for name, value in described.items() if name != "window"}
         models[cell.source.label] = {

@@ -42,11 +42,14 @@ class ModelSource(Protocol):
     def training_length(self) -> int | None: ...
 
     def check_window(self, window: str | int) -> None:
-        """Raise `UserError` for a window that the model cannot be given; ``train``, ``full`` or a number of keys."""
+        """Raise `UserError` for a window that the model cannot be given."""
         ...
 
     def describe(self, window: str | int) -> dict[str, Any]:
-        """What the manifest says of the model: found out, and its weight files checked, without loading them."""
+        """What the manifest says of the model: found out, and its weight files checked, without loading it.
+
+        ``window`` is ``train``, ``full`` or a number of keys.
+        """
         ...
 
     def load(self, window: str | int, details: dict[str, Any]) -> LanguageModel:

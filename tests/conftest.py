@@ -6,12 +6,14 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from atma_eval.models.atma import Atma
 from atma_eval.models.config import AtmaConfig
+from atma_eval.session import Session
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
@@ -67,3 +69,19 @@ def tiny_name(tmp_path):
 def _same_random_numbers():
     """What a test draws without a generator of its own is the same every time."""
     torch.manual_seed(0)
+
+
+def assert_forks_are_isolated(model, ids, cut, branches):
+    """Whatever forks of a stream read, and that they are closed, the stream and a twin go on as one without forks."""
+    trunk = Session(model)
+    trunk.extend(ids[:cut])
+    for branch_ids in branches:
+        branch = trunk.fork()
+        branch.score(branch_ids)
+        branch.close()
+    twin = trunk.fork()
+    first, second = trunk.score(ids[cut:]), twin.score(ids[cut:])
+    np.testing.assert_array_equal(first.nll, second.nll)
+    alone = Session(model)
+    alone.extend(ids[:cut])
+    np.testing.assert_array_equal(first.nll, alone.score(ids[cut:]).nll)

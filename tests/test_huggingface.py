@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from conftest import assert_forks_are_isolated
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 
@@ -125,19 +126,8 @@ def test_any_partition_and_selection(family):
 
 
 def test_forks_are_isolated(family):
-    ids = tokens(90, seed=4)
-    trunk = Session(HuggingFaceModel(family))
-    trunk.extend(ids[:50])
-    for seed in range(3):
-        branch = trunk.fork()
-        branch.score(tokens(30, seed=seed))
-        branch.close()
-    twin = trunk.fork()
-    first, second = trunk.score(ids[50:]), twin.score(ids[50:])
-    np.testing.assert_array_equal(first.nll, second.nll)
-    alone = Session(HuggingFaceModel(family))
-    alone.extend(ids[:50])
-    np.testing.assert_array_equal(first.nll, alone.score(ids[50:]).nll)
+    branches = [tokens(30, seed=seed) for seed in range(3)]
+    assert_forks_are_isolated(HuggingFaceModel(family), tokens(90, seed=4), 50, branches)
 
 
 def test_generate_is_greedy(family):

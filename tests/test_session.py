@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import assert_forks_are_isolated, tiny_model
 
 from atma_eval.plan import PrefixTree
 from atma_eval.runner import walk
@@ -75,19 +75,8 @@ def test_equal_breaks_give_equal_bits():
 
 @pytest.mark.parametrize("core", CORES, ids=str)
 def test_forks_are_isolated(core):
-    model, ids = tiny_model(**core), tokens(700, seed=4)
-    trunk = Session(model)
-    trunk.extend(ids[:300])
-    for fork_seed in range(3):
-        branch = trunk.fork()
-        branch.score(tokens(290, seed=fork_seed))
-        branch.close()
-    twin = trunk.fork()
-    first, second = trunk.score(ids[300:]), twin.score(ids[300:])
-    np.testing.assert_array_equal(first.nll, second.nll)
-    alone = Session(model)
-    alone.extend(ids[:300])
-    np.testing.assert_array_equal(first.nll, alone.score(ids[300:]).nll)
+    branches = [tokens(290, seed=seed) for seed in range(3)]
+    assert_forks_are_isolated(tiny_model(**core), tokens(700, seed=4), 300, branches)
 
 
 @pytest.mark.parametrize("core", CORES, ids=str)

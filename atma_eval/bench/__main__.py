@@ -6,8 +6,7 @@ import typer
 
 from atma_eval.bench.cpu import cpu
 from atma_eval.bench.gpu import gpu
-from atma_eval.console import refuse
-from atma_eval.errors import UserError
+from atma_eval.console import run_module
 
 app = typer.Typer(
     add_completion=False,
@@ -22,10 +21,7 @@ app.command()(gpu)
 
 def main() -> None:
     """Entry point: user errors become two short lines, as in `atma_eval.cli`."""
-    try:
-        app()
-    except UserError as error:
-        refuse(error)
+    run_module(app)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ interrupted run; a finished run only measures and writes its folder again.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from atma_eval.console import refuse
-from atma_eval.errors import UserError
+from atma_eval.console import run_module
 from atma_eval.training.run import TrainSpec, train
 
 
@@ -31,9 +29,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        refuse(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_module(main)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atma_eval.console import refuse
+from atma_eval.console import run_module
 from atma_eval.errors import UserError
 
 LONGER = "-long"
@@ -68,9 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        refuse(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_module(main)

@@ -124,6 +124,7 @@ class Trainer:
         self.objective = objective
         self.optimizers = make_optimizers(self.model, recipe)
         self._heights = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self.data = source.describe()  # once: it hashes the text
         self.step = 0
         self.seconds = 0.0
         self.saved_step: int | None = None  # of the checkpoint on disk
@@ -141,7 +142,7 @@ class Trainer:
             "recipe": self.recipe.to_dict(),
             "model": self.model.state_dict(),
             "optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers],
-            "data": self.source.describe(),
+            "data": self.data,
             "source": self.source.state_dict(),
             "dtype": self.dtype,
             "step": self.step,
@@ -185,10 +186,11 @@ class Trainer:
                 f"give --dtype {held['dtype']}, or another --work folder",
             )
         self.source.load_state_dict(held["source"])
-        if held["data"] != self.source.describe():
+        self.data = self.source.describe()  # a stream goes on at the commit it began with
+        if held["data"] != self.data:
             raise UserError(
                 f"{self.checkpoint} was trained on other text: {held['data']}",
-                f"now it is {self.source.describe()}; use another --work folder to train on that",
+                f"now it is {self.data}; use another --work folder to train on that",
             )
         self.model.load_state_dict(held["model"])
         for optimizer, state in zip(self.optimizers, held["optimizer_states"], strict=True):

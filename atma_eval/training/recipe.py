@@ -183,11 +183,10 @@ def _find_base(path: Path, base: str) -> Path:
     beside, name = path.parent / os.path.expanduser(base), base.removesuffix(".yaml")
     if beside.is_file():
         return beside
-    if name in bundled_recipes():
-        return bundled_recipes()[name]
-    raise UserError(
-        f"{path}: no base {base!r}", f"a recipe beside it, or a bundled one; {did_you_mean(name, bundled_recipes())}"
-    )
+    recipes = bundled_recipes()
+    if name in recipes:
+        return recipes[name]
+    raise UserError(f"{path}: no base {base!r}", f"a recipe beside it, or a bundled one; {did_you_mean(name, recipes)}")
 
 
 def recipe_from_dict(values: Any, source: str) -> Recipe:

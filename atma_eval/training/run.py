@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atma_eval.errors import UserError
+from atma_eval.source import find_dtype
 from atma_eval.spec import check_device, parse_dtype
 from atma_eval.training.recipe import PARTIAL, Recipe, check_out, check_writable, find_recipe, read_recipe
 from atma_eval.training.sources import Corpus, Source, open_source
@@ -90,9 +91,8 @@ def train(spec: TrainSpec) -> Path | None:
 
     torch.set_num_threads(spec.threads)
     with _ranks(spec.device) as (device, rank, world), _only_writer(work, rank):
-        if dtype_name == "auto":
-            dtype_name = "bfloat16" if device.startswith("cuda") else "float32"
-        finished = _train(spec, recipe, source, out, work, (device, rank, world), getattr(torch, dtype_name))
+        dtype = getattr(torch, find_dtype(dtype_name, torch.device(device)))
+        finished = _train(spec, recipe, source, out, work, (device, rank, world), dtype)
     return out if finished else None
 
 
@@ -258,7 +258,7 @@ def _write(
         recipe=recipe,
         command=_command(spec, out, world),
         num_parameters=sum(p.numel() for p in model.parameters()),
-        data=source.describe(),
+        data=trainer.data,
         measured=measured,
         history=trainer.history,
         seconds=trainer.seconds,
