@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from atma_eval.errors import UserError
+from atma_eval.files import replacing
 
 SCHEMA = 1
 # Every row has all of these, in this order; null where there is nothing to say.
@@ -154,14 +155,13 @@ class RunDirectory:
 
     def _write_curves(self) -> None:
         keys = sorted(self._curves)
-        temporary = self.path / "curves.tmp.npz"
-        np.savez(
-            temporary,
-            keys=np.array(keys),
-            nll_sums=np.stack([self._curves[key][0] for key in keys]),
-            num_targets=np.stack([self._curves[key][1] for key in keys]),
-        )
-        temporary.replace(self.path / "curves.npz")
+        with replacing(self.path / "curves.npz") as partial, partial.open("wb") as file:
+            np.savez(
+                file,
+                keys=np.array(keys),
+                nll_sums=np.stack([self._curves[key][0] for key in keys]),
+                num_targets=np.stack([self._curves[key][1] for key in keys]),
+            )
 
     def agree(self, models: dict[str, Any], tasks: dict[str, Any]) -> None:
         """Take over what a request resolved to, or refuse it where rows of another kind are here already.
@@ -218,9 +218,8 @@ class RunDirectory:
             **sections,
             "invocations": [*base["invocations"], invocation],
         }
-        temporary = self.path / "manifest.tmp.json"
-        temporary.write_text(json.dumps(self.manifest, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        temporary.replace(self.path / "manifest.json")
+        with replacing(self.path / "manifest.json") as partial:
+            partial.write_text(json.dumps(self.manifest, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     @property
     def run_id(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from atma_eval.checkpoint import find_model, load_model
 from atma_eval.errors import ComputationError, UserError
+from atma_eval.files import replacing
 from atma_eval.runner import classify_failure
 from atma_eval.spec import ModelSpec
 from atma_eval.text import read_document
@@ -35,19 +36,14 @@ def _read_tokens(path: Path, vocab_size: int) -> np.ndarray:
 @contextmanager
 def _replacement(out: Path) -> Iterator[IO[bytes]]:
     """A file that takes the place of ``out`` when it is complete; an earlier result stays until then."""
-    partial = out.with_name(out.name + ".partial")
     try:
         if out.is_dir():
             raise UserError(f"cannot write {out}: it is a folder")
         out.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
+        with replacing(out) as partial, partial.open("wb") as file:
             yield file
-        partial.replace(out)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 def score_file(

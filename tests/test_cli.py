@@ -589,7 +589,7 @@ def test_score_leaves_an_earlier_result_when_it_fails(call, tiny_name, tmp_path)
 # -- layers -----------------------------------------------------------------------------------------------
 
 PACKAGE = ROOT / "atma_eval"
-NO_TORCH = "cli spec text tokenizer plan progress bundled errors models/config".split()
+NO_TORCH = "cli spec text tokenizer plan progress bundled errors files models/config".split()
 NO_TORCH += "records runs metrics stats report compare plots export importing reference commands tasks".split()
 WITHOUT_TORCH = [path for name in NO_TORCH for path in PACKAGE.glob(f"{name}.py")]
 WITHOUT_TORCH += [path for name in NO_TORCH for path in PACKAGE.glob(f"{name}/*.py")]

@@ -13,6 +13,7 @@ from rich import box
 from rich.table import Table
 
 from atma_eval.bench.timing import Timing
+from atma_eval.files import replacing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +139,8 @@ def notes(lines: list[Line]) -> list[str]:
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Whole or not at all; a figure that is no number becomes ``null``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(_plain(values), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(_plain(values), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

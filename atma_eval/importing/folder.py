@@ -13,6 +13,7 @@ from typing import Any
 
 from atma_eval import __version__
 from atma_eval.errors import UserError
+from atma_eval.files import replacing
 from atma_eval.importing.figures import Figure
 from atma_eval.records import SCHEMA, git_commit
 
@@ -70,11 +71,10 @@ def write_run(
     }
     try:
         out.mkdir(parents=True, exist_ok=True)
-        parts = {"records.jsonl": text, "manifest.json": json.dumps(manifest, indent=1, allow_nan=False) + "\n"}
-        for name, content in parts.items():
-            (out / f"{name}.tmp").write_text(content, encoding="utf-8")
-        for name in ("manifest.json", "records.jsonl"):  # rows never stand without what marks them as imported
-            (out / f"{name}.tmp").replace(out / name)
+        # The manifest takes its place first: rows never stand without what marks them as imported.
+        with replacing(out / "records.jsonl") as records, replacing(out / "manifest.json") as described:
+            records.write_text(text, encoding="utf-8")
+            described.write_text(json.dumps(manifest, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}", "give another folder with -o") from None
     return len(rows)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +19,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from atma_eval.errors import ComputationError, UserError
+from atma_eval.files import replacing
 from atma_eval.models.atma import Atma
 from atma_eval.training import flops
 from atma_eval.training.data import Batch, draw_batch
 from atma_eval.training.objective import CastAtUse, Objective, random_inputs
 from atma_eval.training.optim import make_optimizers
-from atma_eval.training.recipe import HOUSEKEEPING, PARTIAL, Recipe, recipe_from_dict
+from atma_eval.training.recipe import HOUSEKEEPING, Recipe, recipe_from_dict
 from atma_eval.training.sources import Source
 from atma_eval.weights import first_line
 
@@ -150,16 +150,14 @@ class Trainer:
             "recent": [tuple(step) for step in self.recent],
             "history": [(step, *mean) for step, mean in self.history],
         }
-        partial = self.checkpoint.with_suffix(PARTIAL)
         try:
             self.work.mkdir(parents=True, exist_ok=True)
             config = json.dumps(self.recipe.model.to_dict(), indent=2)
             (self.work / "config.json").write_text(config + "\n")  # with it, the folder is one that --model takes
-            torch.save(held, partial)
-            os.replace(partial, self.checkpoint)  # a kill while writing leaves the previous checkpoint
+            with replacing(self.checkpoint) as partial:
+                torch.save(held, partial)
             self.saved_step = self.step
         except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
-            partial.unlink(missing_ok=True)
             why = getattr(error, "strerror", None) or first_line(error)
             raise UserError(f"cannot write {self.checkpoint}: {why}", self.kept()) from None
 

@@ -14,6 +14,7 @@ import yaml
 
 from atma_eval.bundled import bundled, given_path
 from atma_eval.errors import UserError, did_you_mean
+from atma_eval.files import PARTIAL
 from atma_eval.models.config import AtmaConfig
 from atma_eval.spec import read_yaml
 from atma_eval.training.synthetic import KINDS, SHORTEST_WITH_RECORDS
@@ -22,7 +23,6 @@ OPTIMIZERS = ("adamw", "muon")
 STREAM_KEYS = ("dataset", "name", "split", "column", "revision")
 CARD_HEADING = "The recipe:\n\n```yaml\n"  # where a model card holds it
 HOUSEKEEPING = ("microbatch_tokens", "checkpoint_every", "log_every")  # may change in the middle of a run
-PARTIAL = ".partial"  # suffix of a file that is being written
 
 
 @dataclass(frozen=True, kw_only=True)

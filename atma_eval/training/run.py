@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atma_eval.errors import UserError
-from atma_eval.source import find_dtype
+from atma_eval.files import replacing
+from atma_eval.source import find_device, find_dtype
 from atma_eval.spec import check_device, parse_dtype
-from atma_eval.training.recipe import PARTIAL, Recipe, check_out, check_writable, find_recipe, read_recipe
+from atma_eval.training.recipe import Recipe, check_out, check_writable, find_recipe, read_recipe
 from atma_eval.training.sources import Corpus, Source, open_source
 
 if TYPE_CHECKING:
@@ -160,10 +161,7 @@ def _ranks(device: str) -> Iterator[tuple[str, int, int]]:
     import torch
     import torch.distributed as dist
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device {device} is not there", "this torch sees no GPU; use --device cpu")
+    device = str(find_device(device))
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield device, 0, 1
         return
@@ -174,7 +172,7 @@ def _ranks(device: str) -> Iterator[tuple[str, int, int]]:
             "start several processes by torchrun --nproc-per-node N -m atma_eval.training RECIPE",
         )
     if device.startswith("cuda"):
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        device = str(find_device(f"cuda:{os.environ['LOCAL_RANK']}"))
         torch.cuda.set_device(device)
     import torch.distributed.nn  # its functions keep the group that exists at import as a default, for ever
 
@@ -276,9 +274,8 @@ def _write(
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            partial = out / (name + PARTIAL)
-            partial.write_bytes(content)
-            partial.replace(out / name)
+            with replacing(out / name) as partial:
+                partial.write_bytes(content)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}", "the trained state is kept; try again") from None
     progress.message(f"wrote {out}")
