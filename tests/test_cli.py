@@ -17,6 +17,7 @@ from conftest import ROOT, TINY, tiny_model
 from safetensors.torch import save_file
 
 from atma_eval import __version__, cli
+from atma_eval.commands import evaluate
 from atma_eval.session import DEFAULT_CHUNK, Session
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
@@ -291,7 +292,7 @@ def test_bad_input(bad_outcomes, index):
 @pytest.mark.parametrize("command", ["niah --trials 0", "niah --docs 0", "ppl --docs 0"])
 def test_nothing_to_do_is_refused_for_the_demonstration_too(call, monkeypatch, command):
     """Its defaults fill in what was not given, not a zero."""
-    monkeypatch.setattr(cli, "_execute", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(evaluate, "_execute", lambda *_: pytest.fail("it ran"))
     refused(call(*command.split()), " is 0", hint="at least 1")
 
 
