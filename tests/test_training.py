@@ -13,6 +13,7 @@ import yaml
 from conftest import ROOT
 from safetensors.torch import load_file
 
+from atma_eval.bundled import bundled_models
 from atma_eval.errors import ComputationError, UserError
 from atma_eval.kernels.polar import (
     TRAINING_ROWS,
@@ -35,6 +36,7 @@ from atma_eval.training.card import (
     measure_recall,
     model_card,
 )
+from atma_eval.training.curves import read_recall
 from atma_eval.training.data import draw_batch
 from atma_eval.training.loop import Step, Trainer
 from atma_eval.training.recipe import (
@@ -42,6 +44,7 @@ from atma_eval.training.recipe import (
     STREAM_KEYS,
     Recipe,
     Stage,
+    find_recipe,
     read_recipe,
     recipe_from_dict,
     recipe_of,
@@ -401,15 +404,19 @@ def demo():
     return model
 
 
-@needs_demo
-def test_the_bundled_checkpoint_is_what_its_recipe_says(demo):
-    recipe = read_recipe(ROOT / "configs" / "train" / "atma.yaml")
-    assert dataclasses.asdict(demo.config) == dataclasses.asdict(recipe.model)
-    assert demo.config.training_length == 2048
-    assert demo.config.attn_type == "polar"
-    assert demo.config.mem_enabled
-    assert sum(f.stat().st_size for f in DEMO.iterdir()) <= 4 * 2**20
-    inert = [n for n, w in demo.named_parameters() if n.endswith(("in_proj.weight", "out_proj.weight")) and not w.any()]
+@pytest.mark.parametrize("name", bundled_models())
+def test_a_bundled_checkpoint_is_what_its_recipe_says(name):
+    folder = bundled_models()[name]
+    recipe = read_recipe(find_recipe(name))
+    assert recipe.differs_from(recipe_of(folder)) == []
+    config = AtmaConfig.from_dict(json.loads((folder / "config.json").read_text()))
+    assert dataclasses.asdict(config) == dataclasses.asdict(recipe.model)
+    assert sum(f.stat().st_size for f in folder.iterdir()) < 2 * 10**6
+    steps, recall = read_recall(folder)
+    assert steps[-1] == recipe.num_steps
+    assert len(recall) == recipe.num_steps // recipe.log_every
+    weights = load_file(folder / "weights.safetensors")
+    inert = [n for n, w in weights.items() if n.endswith(("in_proj.weight", "out_proj.weight")) and not w.any()]
     assert not inert
 
 
