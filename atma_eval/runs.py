@@ -19,7 +19,7 @@ from atma_eval.bundled import given_path
 from atma_eval.errors import UserError
 from atma_eval.metrics import Row, is_retrieval
 from atma_eval.records import FIELDS, not_finite, read_curves, read_rows
-from atma_eval.words import plural
+from atma_eval.words import first_few, plural
 
 RECORDS = "records.jsonl"
 STATUSES = ("ok", "oom", "nan", "too_long", "error")
@@ -169,20 +169,25 @@ def _well_formed(manifest: dict[str, Any]) -> bool:
 
 
 def _unfinished(path: Path, rows: list[Row], manifest: dict[str, Any]) -> list[str]:
-    """A sentence for each model and task of which trials or documents that were asked for are missing.
+    """A sentence for each model and task that has begun and not ended, and one for those of a task without any row.
 
     Controls are not counted: a task's rows are up to three times as many.
     """
     counts = Counter((row["model"], row["task"], row["length"]) for row in rows if row["control"] == "none")
     nouns = {row["task"]: "trial" if is_retrieval(row) else "document" for row in rows}
     notes = []
+    waiting: dict[str, list[str]] = {}
     for model, tasks in manifest.get("tasks", {}).items():
         for task, asked in tasks.items():
             wanted = asked["trials"] * len(asked["lengths"])
             there = sum(counts[model, task, length] for length in asked["lengths"])
-            if there < wanted:
+            if there == 0:
+                waiting.setdefault(task, []).append(model)
+            elif there < wanted:
                 of = plural(wanted, nouns.get(task, "sample"))
                 notes.append(f"{path} is unfinished: {there:,} of {of} of {task} for {model}, not counting controls")
+    for task, models in waiting.items():
+        notes.append(f"{path} is unfinished: nothing of {task} yet for {first_few(models)}")
     return notes
 
 

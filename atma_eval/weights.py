@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atma_eval.errors import UserError
+from atma_eval.words import first_few
 
 MAX_LISTED_KEYS = 12
 FOVEAL_HINT = (
@@ -118,9 +119,7 @@ def check_keys(weights: dict[str, Any], expected: dict[str, Any], path: Path) ->
 
 def listing(names: Iterable[str]) -> str:
     """Sorted names, the first dozen of them."""
-    names = sorted(names)
-    more = f", and {len(names) - MAX_LISTED_KEYS} more" if len(names) > MAX_LISTED_KEYS else ""
-    return ", ".join(names[:MAX_LISTED_KEYS]) + more
+    return first_few(sorted(names), MAX_LISTED_KEYS)
 
 
 def _family_hint(weights: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 def number(value: float) -> str:
@@ -36,6 +36,12 @@ def plural(count: int | str, noun: str) -> str:
     """``1 row``, ``1,200 rows``; a range of counts, as text, is always many."""
     text = count if isinstance(count, str) else f"{count:,}"
     return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
+
+
+def first_few(names: Sequence[str], count: int = 3) -> str:
+    """``a, b, c and 9 more``."""
+    more = len(names) - count
+    return ", ".join(names[:count]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def sentence(text: str) -> str:

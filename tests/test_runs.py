@@ -43,10 +43,14 @@ def test_an_unfinished_run_says_so(tmp_path):
     run = read_run(write_run(tmp_path / "a", [row(), row(control="absent"), row(trial=1)], manifest))
     assert run.notes == (
         f"{run.path} is unfinished: 2 of 6 trials of induction for m, not counting controls",
-        f"{run.path} is unfinished: 0 of 6 trials of induction for other, not counting controls",
+        f"{run.path} is unfinished: nothing of induction yet for other",
     )
     whole = [row(length=n, trial=i, model=m) for m in ("m", "other") for n in (2048, 4096) for i in range(3)]
     assert read_run(write_run(tmp_path / "b", whole, manifest)).notes == ()
+    manifest["tasks"] |= dict.fromkeys("abcd", asked)
+    assert read_run(write_run(tmp_path / "a", [row()], manifest)).notes[1:] == (
+        f"{run.path} is unfinished: nothing of induction yet for other, a, b and 2 more",
+    )
 
 
 def test_without_a_manifest_rows_can_still_be_read(tmp_path):
