@@ -178,7 +178,7 @@ def _agree(directory: RunDirectory, cells: list[Cell]) -> list[dict[str, Any]]:
             "window": described["window"],
             "text": cell.text_manifest,
             "lengths": list(task.lengths),
-            "trials": task.num_trials or len(cell.text.documents),
+            "trials": task.num_trials(cell.text),
         }
     directory.agree(models, tasks)
     return details

@@ -18,6 +18,7 @@ from atma_eval import runner, source
 from atma_eval.errors import UserError
 from atma_eval.kernels import tiles
 from atma_eval.records import FIELDS, VOLATILE_FIELDS, RunDirectory, read_curves, read_rows
+from atma_eval.runs import read_run
 from atma_eval.spec import ModelSpec, RunSpec, TaskSpec, build_task, load_preset
 
 
@@ -71,6 +72,19 @@ def test_rows_are_complete_and_flat(finished):
             sums, counts = curves[row["key"]]
             assert counts.sum() == row["length"]
             assert sums.sum() == pytest.approx(row["nll_sum"])
+
+
+def test_a_text_of_fewer_documents_than_may_be_used_is_a_whole_run(tmp_path, tiny_name):
+    (tmp_path / "book.txt").write_text("some words over and over, " * 100)
+    loss = build_task(load_preset("perplexity"), lengths=(100, 200))
+    assert loss.docs == 12
+    out = tmp_path / "run"
+    task = TaskSpec(task=loss, text=str(tmp_path / "book.txt"))
+    run(RunSpec(models=(ModelSpec(name=tiny_name),), tasks=(task,), out=out))
+    assert read_run(out).notes == ()
+    (out / "records.jsonl").write_text((out / "records.jsonl").read_text().splitlines(keepends=True)[0])
+    (note,) = read_run(out).notes
+    assert "1 of 2 documents" in note
 
 
 @pytest.mark.parametrize("stop_at", [1, 2, 5, 12, 25, 37, 40])

@@ -66,7 +66,7 @@ class AtmaConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "config.json") -> AtmaConfig:
-        """Check and read a config; raises `UserError` naming every fault at once."""
+        """Check and read a config; `UserError` with all fields that are unknown, or all that lack, or a wrong value."""
         if "arch_type" in values:
             raise UserError(
                 f"{source} describes a Raven checkpoint (arch_type {values['arch_type']!r}), a separate model family",

@@ -84,8 +84,9 @@ class Task(Protocol):
     @property
     def family(self) -> str: ...
 
-    @property
-    def num_trials(self) -> int: ...
+    def num_trials(self, text: TaskText) -> int:
+        """How many samples of the task itself, controls apart, each length has over these documents."""
+        ...
 
     @property
     def chance(self) -> dict[str, float] | None:
@@ -98,7 +99,7 @@ class Task(Protocol):
         ...
 
     def protocol(self) -> dict[str, Any]:
-        """Everything that decides a row besides model, text, length and trial; equal protocols give equal rows."""
+        """What decides a row besides model, task, text, length and trial; equal protocols give equal rows."""
         ...
 
     def select(self, source: TextSource, tokenizer: Tokenizer) -> TaskText:

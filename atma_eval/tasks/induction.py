@@ -64,8 +64,7 @@ class Induction:
     family: ClassVar[str] = "induction"
     documents_may_grow: ClassVar[bool] = False
 
-    @property
-    def num_trials(self) -> int:
+    def num_trials(self, text: TaskText) -> int:
         return self.trials
 
     def protocol(self) -> dict[str, Any]:

@@ -35,9 +35,8 @@ class Perplexity:
     chance: ClassVar[None] = None
     documents_may_grow: ClassVar[bool] = True
 
-    @property
-    def num_trials(self) -> int:
-        return self.docs or 0
+    def num_trials(self, text: TaskText) -> int:
+        return len(text.documents)  # ``docs`` is what was asked for: a text may have fewer
 
     def protocol(self) -> dict[str, Any]:
         return {"protocol": f"perplexity-prefix-v{VERSION}", "seed": self.seed, "repeat": self.repeat}
