@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -254,7 +255,8 @@ def _peak_memory_bytes(model: LanguageModel) -> int:
     device = next(iter(model.parameters())).device
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 # -- the walk ---------------------------------------------------------------------------------------------
@@ -265,8 +267,6 @@ def walk(model: LanguageModel, samples: list[Sample]) -> Iterator[tuple[Sample, 
 
     A failure takes down the samples that lie beyond it, and nothing else.
     """
-    from atma_eval.session import Session
-
     limit = model.max_length
     fitting = [s for s in samples if limit is None or len(s.tokens) <= limit]
     for sample in samples:
@@ -286,7 +286,7 @@ def walk(model: LanguageModel, samples: list[Sample]) -> Iterator[tuple[Sample, 
         status, error = None, None
         try:
             if session is None:
-                session = Session(model, capacity=tree.longest + BRANCH_TOKENS)
+                session = _open_session(model, tree.longest + BRANCH_TOKENS)
             wanted = tree.wanted(node)
             if len(node.tokens):
                 scores = session.score(node.tokens, wanted)
@@ -312,6 +312,22 @@ def walk(model: LanguageModel, samples: list[Sample]) -> Iterator[tuple[Sample, 
         branches = [(child, session.fork()) for child in node.children[:-1]]
         pending.extend((child, session) for child in node.children[-1:])
         pending.extend(reversed(branches))
+
+
+def _open_session(model: LanguageModel, capacity: int) -> Session:
+    """A session with room for ``capacity`` tokens, or, where memory has not so much, one that grows.
+
+    So samples that are short enough are scored before the longest one fails.
+    """
+    from atma_eval.session import Session
+
+    try:
+        return Session(model, capacity=capacity)
+    except Exception as failure:
+        if classify_failure(failure) != "oom":
+            raise
+    _free_memory()
+    return Session(model)
 
 
 def classify_failure(failure: Exception) -> str:

@@ -12,7 +12,8 @@ import time
 
 import numpy as np
 import pytest
-from conftest import TINY
+import torch
+from conftest import TINY, tiny_model
 
 from atma_eval import runner, source
 from atma_eval.errors import UserError
@@ -212,6 +213,47 @@ def test_nan_becomes_rows_and_the_run_goes_on(tmp_path, tiny_name, monkeypatch):
     assert "NaN" not in text
     assert "Infinity" not in text
     assert len(result.failed) == 4 * 3 + 2
+
+
+def test_too_little_memory_for_the_longest_still_gives_the_shorter(tmp_path, tiny_name, monkeypatch):
+    load = runner.load_model
+
+    def tight(source, window, details):
+        """Room for 300 tokens: neither more can be reserved, nor a state grow beyond."""
+        loaded = load(source, window, details)
+        init_state, forward = loaded.model.init_state, loaded.model.forward
+
+        def reserving(batch_size=1, capacity=0):
+            if capacity > 300:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more.")
+            return init_state(batch_size, capacity)
+
+        def growing(tokens, state=None, last=None):
+            if state.length + tokens.shape[1] > 300:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more.")
+            return forward(tokens, state, last)
+
+        loaded.model.init_state, loaded.model.forward = reserving, growing
+        return loaded
+
+    monkeypatch.setattr(runner, "load_model", tight)
+    rows = run(request(tmp_path / "run", tiny_name)).rows
+    assert {(row["length"], row["status"]) for row in rows} == {(100, "ok"), (200, "ok"), (400, "oom")}
+    whole = request(tmp_path / "whole", tiny_name, lengths=(100, 200), docs=2)
+    monkeypatch.setattr(runner, "load_model", load)
+    assert {r["key"]: r["nll_sum"] for r in rows if r["status"] == "ok"} == pytest.approx(
+        {r["key"]: r["nll_sum"] for r in run(whole).rows}, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_peak_memory_is_in_bytes(monkeypatch, platform):
+    """The system says KiB on Linux and bytes on macOS."""
+    unit = {"linux": 1024, "darwin": 1}[platform]
+    usage = type("Usage", (), {"ru_maxrss": 5 * 2**20 // unit})
+    monkeypatch.setattr(runner.resource, "getrusage", lambda who: usage)
+    monkeypatch.setattr(runner.sys, "platform", platform)
+    assert runner._peak_memory_bytes(tiny_model()) == 5 * 2**20
 
 
 def test_damage_is_named_and_a_second_writer_is_refused(tmp_path, finished):
