@@ -171,15 +171,16 @@ class RunDirectory:
         """
         differences = []
         known_models, known_tasks = self.manifest.get("models", {}), self.manifest.get("tasks", {})
+        begun = {(row["model"], row["task"]) for row in self.rows}  # what was asked and has no row binds nobody
         for label, details in models.items():
-            for name in MODEL_IDENTITY:
+            for name in MODEL_IDENTITY if label in {model for model, _ in begun} else ():
                 before, now = known_models.get(label, details).get(name), details[name]
                 if before != now:
                     differences.append(f"{name} of model {label} (was {_short(before)}, now {_short(now)})")
         for label, by_task in tasks.items():
             for task, asked in by_task.items():
                 known = known_tasks.get(label, {}).get(task)
-                if known is not None:
+                if known is not None and (label, task) in begun:
                     differences += [f"{what} of task {task}" for what in _task_differences(known, asked)]
         if differences:
             raise UserError(
@@ -190,6 +191,8 @@ class RunDirectory:
         for label, by_task in tasks.items():
             for task, asked in by_task.items():
                 known = merged_tasks.setdefault(label, {}).get(task, asked)
+                if any(_task_differences(known, asked)):
+                    known = asked
                 longer = max(known["text"]["documents"], asked["text"]["documents"], key=len)
                 merged_tasks[label][task] = {
                     **asked,
@@ -266,7 +269,7 @@ def _task_differences(known: dict[str, Any], asked: dict[str, Any]) -> Iterable[
             yield f"{name} (was {_short(known['protocol'].get(name))}, now {_short(asked['protocol'].get(name))})"
     if known["window"] != asked["window"]:
         yield f"window (was {_short(known['window'])}, now {_short(asked['window'])})"
-    before, now = ([d["sha256"] for d in t["text"]["documents"]] for t in (known, asked))
+    before, now = ([(d["text_id"], d["sha256"]) for d in t["text"]["documents"]] for t in (known, asked))
     # a task that only ever appends documents may have fewer or more of them; dealt-out pools must be equal
     shared = min(len(before), len(now)) if asked["text"]["documents_may_grow"] else max(len(before), len(now))
     if before[:shared] != now[:shared]:

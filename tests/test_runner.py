@@ -172,6 +172,34 @@ def test_a_repeat_that_resolves_differently_is_refused(tmp_path, tiny_name, chan
     assert before == ((out / "records.jsonl").read_bytes(), (out / "manifest.json").read_bytes())
 
 
+def test_a_document_under_another_name_is_refused(tmp_path, tiny_name):
+    """Its rows would count as those of another document."""
+    out, text = tmp_path / "run", tmp_path / "book.txt"
+    text.write_text("some words over and over, " * 100)
+    run(request(out, tiny_name, docs=1, text=str(text)))
+    moved = text.rename(tmp_path / "novel.txt")
+    with pytest.raises(UserError, match="text documents"):
+        run(request(out, tiny_name, docs=1, text=str(moved)))
+
+
+def test_a_request_that_came_to_no_row_binds_nobody(tmp_path, tiny_name, monkeypatch):
+    out = tmp_path / "run"
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "load_model", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(request(out, tiny_name, lengths=(50, 100)))
+    (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "num_hidden_layers": 3}))
+    run(request(out, tiny_name, lengths=(100,), seed=5, window=64))
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["models"]["random:tiny"]["config"]["num_hidden_layers"] == 3
+    asked = manifest["tasks"]["random:tiny"]["induction"]
+    assert (asked["protocol"]["seed"], asked["window"], asked["lengths"]) == (5, 64, [100])
+
+
 def test_a_model_that_changed_under_its_name_is_refused(tmp_path, tiny_name):
     out = tmp_path / "run"
     run(request(out, tiny_name))
