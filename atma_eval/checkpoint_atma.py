@@ -99,14 +99,16 @@ class AtmaSource:
         with torch.device("meta"):
             choice = self._choice(details["dtype"], device)
             model = Atma(self._windowed(window), q2_floor=self.spec.q2_floor, choice=choice)
-        if self.weights is None:
-            try:
+        try:
+            if self.weights is None:
                 model = model.to_empty(device="cpu").init_weights(RANDOM_SEED)
-            except (MemoryError, RuntimeError) as error:
-                raise UserError(f"cannot build {self.label}: {first_line(error)}", "is it too large?") from None
-        else:
-            model.load_state_dict(read_weights(self.weights), strict=True, assign=True)
-        model.cast(getattr(torch, details["dtype"])).to(device).eval().requires_grad_(False)
+            else:
+                weights = read_weights(self.weights)
+                _check_unchanged(self.weights, details["fingerprint"])
+                model.load_state_dict(weights, strict=True, assign=True)
+            model.cast(getattr(torch, details["dtype"])).to(device).eval().requires_grad_(False)
+        except (MemoryError, RuntimeError) as error:
+            raise UserError(f"cannot build {self.label}: {first_line(error)}", "is it too large?") from None
         if device.type == "cpu":
             share_cpu(sum(p.numel() for p in model.parameters()))
         return model
@@ -133,6 +135,15 @@ class AtmaSource:
         taps = (config.conv_kernel_size, config.attn_kernel_size)
         return choose(
             self.spec.impl, dtype=getattr(torch, dtype), head_dim=config.head_dim, device=device, num_taps=taps
+        )
+
+
+def _check_unchanged(path: Path, identity: str) -> None:
+    """A model may be loaded hours after it was described, and a training run writes its file anew all the time."""
+    if fingerprint(path) != identity:
+        raise UserError(
+            f"{path} was replaced after this command began, so its rows would not be those of one model",
+            "rows written so far are safe; to evaluate a training run as it is now, copy its folder",
         )
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from atma_eval.bundled import MODEL_ALIASES, bundled_models
 from atma_eval.checkpoint import find_model, load_model
 from atma_eval.errors import UserError
-from atma_eval.models.atma import FP32_PARAMETERS
+from atma_eval.models.atma import FP32_PARAMETERS, Atma
 from atma_eval.models.config import AtmaConfig
 from atma_eval.spec import ModelSpec
 from atma_eval.weights import MAX_LISTED_KEYS
@@ -452,6 +452,27 @@ def test_random_weights_are_the_same_every_time(tmp_path):
         fingerprints.add(open_model(named_config(tmp_path, **change)).details["fingerprint"])
     assert len(fingerprints) == 5
     assert open_model(named_config(tmp_path), 64).details["fingerprint"] == first.details["fingerprint"]
+
+
+def test_weights_replaced_before_they_are_loaded_are_refused(tmp_path, weights):
+    """As those of a training run that is under way, while other models are evaluated first."""
+    source = find_model(ModelSpec(name=str(write_folder(tmp_path, weights))))
+    details = source.describe("train")
+    weights["norm.weight"][0] += 1e-6
+    write_folder(tmp_path, weights)
+    with pytest.raises(UserError, match="was replaced"):
+        load_model(source, "train", details)
+    load_model(source, "train")
+
+
+def test_too_little_memory_to_place_a_model(tmp_path, weights, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nA long story.")
+
+    monkeypatch.setattr(Atma, "cast", full)
+    with pytest.raises(UserError, match="CUDA out of memory") as caught:
+        open_model(write_folder(tmp_path, weights))
+    assert "\n" not in caught.value.message
 
 
 def test_a_model_too_large_for_the_machine(tmp_path):
