@@ -30,7 +30,6 @@ class RunProgress:
         self._total, self._chance = total_tokens, chance
         self._rows: list[dict[str, Any]] = []
         self._tokens = self._skipped = 0
-        self._fresh = False
         self._started = self._last_line = time.monotonic()
         self._console = plain_console() if live else plain_console(stderr=True, soft_wrap=True)
         self._quiet = quiet
@@ -63,16 +62,14 @@ class RunProgress:
 
     def row(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
-        self._fresh = True
         if self._live is None:
             self._line()
 
-    def tokens(self, count: int) -> None:
-        """``count`` tokens of the plan are done; those of rows that were there already take no time."""
+    def tokens(self, count: int, computed: bool) -> None:
+        """``count`` tokens of the plan are done; those not ``computed`` now took no time."""
         self._tokens += count
-        if not self._fresh:
+        if not computed:
             self._skipped += count
-        self._fresh = False
         if self._live is not None:
             self._bar.update(self._task, completed=self._tokens, left=self._left())
         else:
@@ -83,7 +80,8 @@ class RunProgress:
         if done <= 0:
             return ""
         seconds = (time.monotonic() - self._started) * (self._total - self._tokens) / done
-        return f"{seconds // 60:.0f}:{seconds % 60:02.0f} left"
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes}:{rest:02} left"
 
     def _line(self) -> None:
         """At the first row, then now and then, and at the end: how far the run is, and the figure that moved last."""

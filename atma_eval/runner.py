@@ -48,11 +48,15 @@ class Cell:
 
 @dataclass
 class Events:
-    """What a caller may watch; each a function that is called as things happen."""
+    """What a caller may watch; each a function that is called as things happen.
+
+    ``on_tokens`` gets how many tokens of the plan are done, and whether they were computed now: those of rows that
+    were there already take no time.
+    """
 
     on_message: Callable[[str], None] = lambda text: None
     on_row: Callable[[dict[str, Any]], None] = lambda row: None
-    on_tokens: Callable[[int], None] = lambda count: None
+    on_tokens: Callable[[int, bool], None] = lambda count, computed: None
 
 
 @dataclass
@@ -142,7 +146,7 @@ def run(cells: list[Cell], events: Events, directory: RunDirectory) -> RunResult
                 f"short for these lengths and left out; {len(cell.text.documents)} are used"
             )
         if cell.keys <= directory.keys:  # nothing to compute, and nothing to load
-            events.on_tokens(cell.account.computed_tokens)
+            events.on_tokens(cell.account.computed_tokens, False)
             continue
         if at != (cell.source.label, cell.spec.window):
             loaded = None  # free the last model before the next is loaded
@@ -205,7 +209,7 @@ def _run_cell(cell: Cell, model: LanguageModel, directory: RunDirectory, events:
                     events.on_row(row)
                     yield row
                 started = now
-        events.on_tokens(tokens)
+        events.on_tokens(tokens, bool(missing))
 
 
 def _row(

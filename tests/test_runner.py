@@ -12,10 +12,11 @@ import time
 
 import numpy as np
 import pytest
+import rows
 import torch
 from conftest import TINY, tiny_model
 
-from atma_eval import runner, source
+from atma_eval import progress, runner, source
 from atma_eval.errors import UserError
 from atma_eval.kernels import tiles
 from atma_eval.records import FIELDS, VOLATILE_FIELDS, RunDirectory, read_curves, read_rows
@@ -109,6 +110,33 @@ def test_interrupted_anywhere_then_continued(tmp_path, tiny_name, finished, stop
     for key, (sums, _) in curves.items():
         np.testing.assert_array_equal(sums, finished[2][key][0])
     assert run(spec).num_new == 0
+
+
+def test_tokens_of_rows_that_are_there_are_told_apart(tmp_path, tiny_name, finished):
+    spec, _, _ = finished
+    (tmp_path / "other.json").write_text(json.dumps({**TINY, "attn_type": "nope"}))
+    cells = runner.prepare(request(spec.out, tiny_name, models=[tiny_name, f"random:{tmp_path / 'other.json'}"]))
+    told = {False: 0, True: 0}
+
+    def on_tokens(count, computed):
+        told[computed] += count
+
+    with RunDirectory(spec.out) as directory:
+        runner.run(cells, runner.Events(on_tokens=on_tokens), directory)
+    per_model = sum(cell.account.computed_tokens for cell in cells[:2])
+    assert told == {False: per_model, True: per_model}
+
+
+def test_the_time_left_is_that_of_what_is_computed_now(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    shown = progress.RunProgress(1000, {}, live=False, quiet=True)
+    shown.row(rows.row())  # one that was there already
+    shown.tokens(400, False)
+    assert shown._left() == ""
+    clock[0] = 59.7
+    shown.tokens(300, True)
+    assert shown._left() == "1:00 left"
 
 
 def test_killed_and_repeated_from_the_command_line(tmp_path):
