@@ -16,7 +16,7 @@ def list_all(as_json: AsJson = False) -> None:
     """Bundled models, task presets, suites and training recipes."""
     from atma_eval.bundled import bundled_models, bundled_presets, bundled_suites
     from atma_eval.models.config import AtmaConfig
-    from atma_eval.spec import load_preset, read_yaml
+    from atma_eval.spec import COMMAND_FAMILIES, load_preset, read_yaml
     from atma_eval.training.recipe import bundled_recipes, read_recipe
 
     models = []
@@ -34,7 +34,7 @@ def list_all(as_json: AsJson = False) -> None:
     presets = [
         {
             "name": preset.name,
-            "command": "ppl" if preset.family == "perplexity" else "niah",
+            "command": next(name for name, families in COMMAND_FAMILIES.items() if preset.family in families),
             "description": preset.description,
         }
         for preset in map(load_preset, bundled_presets())

@@ -41,9 +41,15 @@ Impl = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show cells, exact lengths and cost, and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-Trials = Annotated[int | None, typer.Option(help="Needles per length. Default: 32.", metavar="N")]
+Trials = Annotated[
+    int | None, typer.Option(help="Needles per length. Default: the preset's, 32; without --model 8.", metavar="N")
+]
 Docs = Annotated[
     int | None,
-    typer.Option(help="Documents to share the trials among. Default: all that are long enough.", metavar="N"),
+    typer.Option(
+        help="Documents to share the trials among. Default: all that are long enough; without --model 4.", metavar="N"
+    ),
 ]
-PplDocs = Annotated[int | None, typer.Option("--docs", help="Documents to score. Default: 12.", metavar="N")]
+PplDocs = Annotated[
+    int | None, typer.Option("--docs", help="Documents to score. Default: 12; without --model 4.", metavar="N")
+]
