@@ -65,11 +65,6 @@ class Session:
         """Tokens seen so far."""
         return self._state.length
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of state, shared pages counted in full."""
-        return self._state.num_bytes
-
     def extend(self, tokens: np.ndarray) -> None:
         """Advance over known tokens ``[T]`` without scoring them."""
         self.score(tokens, np.zeros(len(tokens), dtype=bool))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from atma_eval.errors import UserError
-from atma_eval.spec import ModelSpec
 from atma_eval.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,9 +27,6 @@ class ModelSource(Protocol):
 
     @property
     def path(self) -> Path: ...
-
-    @property
-    def spec(self) -> ModelSpec: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...
