@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the mapping from text to ids."""
+        """Identifies the mapping from text to ids, and the start token."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -133,12 +133,14 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.name = name
-        self.fingerprint = "json-" + hashlib.sha256(_read(path)).hexdigest()[:16]
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1  # ids may leave gaps
         found = [i for i in map(self._tokenizer.token_to_id, _start_candidates(path)) if i is not None]
         if not found:
             raise UserError(f"{path} has no token that could start a document", f"looked for {', '.join(START_TOKENS)}")
         self.start_id = found[0]
+        # the file does not say where documents start: tokenizer_config.json does, and may change alone
+        identity = _read(path) + f" start {self.start_id}".encode()
+        self.fingerprint = "json-" + hashlib.sha256(identity).hexdigest()[:16]
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)

@@ -320,6 +320,13 @@ def test_fingerprints_tell_mappings_apart(gpt2, tmp_path):
     assert first.fingerprint == again.fingerprint
 
 
+def test_another_start_token_is_another_fingerprint(tmp_path):
+    """Every sequence begins with it: rows of both must not stand in one run."""
+    first = saved(byte_level(specials=("<s>", "<start>")), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<start>"}))
+    assert open_tokenizer(str(tmp_path)).fingerprint != first.fingerprint
+
+
 @pytest.mark.parametrize("name", ["nosuch", "", "gpt-2", "~nobody-here/t.json", "x" * 300, "/nosuch/tokenizer.json"])
 def test_paths_that_hold_no_tokenizer(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
