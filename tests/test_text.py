@@ -255,6 +255,16 @@ def test_rows_say_that_text_is_repeated(preset):
         assert task.protocol()["repeat"] is repeat
 
 
+@pytest.mark.parametrize("inner_start", [False, True])
+def test_a_control_that_alone_repeats_its_text_says_so(inner_start):
+    """Text in the needle's place takes more of the document than the gap does."""
+    own = 100 - inner_start  # a start token in the gap is none of the document's
+    task = build_task(load_preset("induction"), lengths=(100,), trials=1, repeat=True, inner_start=inner_start)
+    chosen = task.select(source_of(("abcdefg" * 20)[:own]), ByteTokenizer())
+    samples = [sample for group in task.groups(ByteTokenizer(), chosen) for sample in group]
+    assert {s.control: s.text_id for s in samples} == {"none": "d0", "format": "d0", "absent": "d0 (repeated)"}
+
+
 def test_long_documents_of_a_repeating_run_are_not_marked():
     """Repetition is a property of a document, not of the run."""
     task = build_task(load_preset("perplexity"), lengths=(100,), repeat=True, docs=2)

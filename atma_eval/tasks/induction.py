@@ -180,10 +180,10 @@ class Induction:
         samples = []
         for length in self.lengths:
             for control in controls:
-                if control == "absent":  # text in the needle's place: as long as the trial itself
-                    body = [self._gap(tokenizer, text, trial, length + len(planted))]
-                else:
-                    body = [planted, self._gap(tokenizer, text, trial, length)]
+                # the absent control has text in the needle's place: it is as long as the trial itself
+                num_gap = length + len(planted) * (control == "absent")
+                gap = self._gap(tokenizer, text, trial, num_gap)
+                body = [gap] if control == "absent" else [planted, gap]
                 context = np.concatenate([[tokenizer.start_id], *body, cue]).astype(np.int32)
                 # exact lengths are the point of the tool: never trust, always check
                 if len(context) != 1 + len(planted) + length + len(cue):
@@ -197,7 +197,7 @@ class Induction:
                     gap=length,
                     depth=None if control == "absent" else 0.0,
                     trial=trial,
-                    text_id=text.text_id(index, length),
+                    text_id=text.text_id(index, num_gap - self.inner_start),
                     control=control,
                 )
                 samples.append(sample)
