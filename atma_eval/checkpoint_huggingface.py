@@ -127,7 +127,7 @@ class HuggingFaceSource:
         if window != "train":
             raise UserError(
                 f"window {window} was asked for, but {self.label} is run by transformers as its config.json says",
-                "leave --window out (a preset that sets one cannot be used with it)",
+                "leave --window out, or give --window train where the preset sets another",
             )
 
     def describe(self, window: str | int) -> dict[str, Any]:

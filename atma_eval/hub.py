@@ -41,7 +41,7 @@ class Repository:
             return
         files = _files(self.name, self.commit)
         _refuse_formats(PREFIX + self.name, files)
-        if INDEX in files:
+        if WEIGHTS not in files:
             _download(self.name, self.commit, INDEX)
         for file in missing_weights(self.folder):
             _download(self.name, self.commit, file)
@@ -76,10 +76,15 @@ def _cached(repository: str, revision: str, files: tuple[str, ...]) -> Path | No
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the safetensors files that a folder's index lists, or of the only one; empty where there are none."""
+    """Names of the safetensors files that transformers reads: the only one, or those of an index; maybe none.
+
+    The only one goes first there: saving a model once more leaves the index of earlier shards behind.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
     index = folder / INDEX
     if not index.is_file():
-        return [WEIGHTS] if (folder / WEIGHTS).is_file() else []
+        return []
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -374,6 +374,21 @@ def test_shards(tmp_path):
     assert "'../model.safetensors'" in refusal(folder).message
 
 
+def test_one_file_goes_before_an_index_of_shards(tmp_path):
+    """As in the library, so that the fingerprint is that of what is loaded."""
+    folder = write_folder(tmp_path / "both", max_shard_size="20KB")
+    sharded = find(folder).describe("train")["fingerprint"]
+    weights = build(*FAMILIES["grouped heads"]).state_dict()
+    weights["model.norm.weight"] += 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    loaded = load_model(find(folder), "train")
+    assert torch.equal(loaded.model._causal.model.norm.weight, weights["model.norm.weight"])
+    assert loaded.details["fingerprint"] != sharded
+    for name in folder.glob("model-0*"):  # what saving the model in one file leaves
+        name.unlink()
+    assert find(folder).describe("train")["fingerprint"] == loaded.details["fingerprint"]
+
+
 def test_numbers_that_are_not_json(folder):
     change_config(folder, time_step_limit=[0.0, float("inf")])
     details = find(folder).describe("train")
@@ -578,6 +593,15 @@ def test_shards_of_a_repository(fake):
     names = hub.weight_files(fake.origin)
     assert fake.asked[-len(names) - 1 :] == [hub.INDEX, *names]
     assert "consolidated.safetensors" not in fake.asked
+
+
+def test_of_shards_and_one_file_the_one_is_fetched(fake):
+    write_folder(fake.origin, max_shard_size="20KB")
+    write_folder(fake.origin)  # leaves the index
+    assert (fake.origin / hub.INDEX).is_file()
+    load_model(find("hf:owner/name"), "train")
+    assert fake.asked[-1] == "model.safetensors"
+    assert hub.INDEX not in fake.asked
 
 
 def test_repositories_of_other_formats(fake):
