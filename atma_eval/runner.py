@@ -25,7 +25,7 @@ from atma_eval.text import TextSource, open_text
 if TYPE_CHECKING:
     from atma_eval.session import LanguageModel, Session
 
-BRANCH_TOKENS = 2048  # state reserved beside the longest sample, for the branches that are open with it
+BRANCH_TOKENS = 2048  # state reserved beside a sample, for the branches that are open with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +290,7 @@ def walk(model: LanguageModel, samples: list[Sample]) -> Iterator[tuple[Sample, 
         status, error = None, None
         try:
             if session is None:
-                session = _open_session(model, tree.longest + BRANCH_TOKENS)
+                session = _open_session(model, {len(sample.tokens) for sample in fitting})
             wanted = tree.wanted(node)
             if len(node.tokens):
                 scores = session.score(node.tokens, wanted)
@@ -318,19 +318,20 @@ def walk(model: LanguageModel, samples: list[Sample]) -> Iterator[tuple[Sample, 
         pending.extend(reversed(branches))
 
 
-def _open_session(model: LanguageModel, capacity: int) -> Session:
-    """A session with room for ``capacity`` tokens, or, where memory has not so much, one that grows.
+def _open_session(model: LanguageModel, lengths: set[int]) -> Session:
+    """A session with room for the longest of ``lengths`` that memory has room for; beyond that it grows, or fails.
 
-    So samples that are short enough are scored before the longest one fails.
+    So the samples that are short enough are scored before the longest fails.
     """
     from atma_eval.session import Session
 
-    try:
-        return Session(model, capacity=capacity)
-    except Exception as failure:
-        if classify_failure(failure) != "oom":
-            raise
-    _free_memory()
+    for length in sorted(lengths, reverse=True):
+        try:
+            return Session(model, capacity=length + BRANCH_TOKENS)
+        except Exception as failure:
+            if classify_failure(failure) != "oom":
+                raise
+        _free_memory()
     return Session(model)
 
 

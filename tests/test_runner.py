@@ -272,7 +272,7 @@ def test_nan_becomes_rows_and_the_run_goes_on(tmp_path, tiny_name, monkeypatch):
 
 
 def test_too_little_memory_for_the_longest_still_gives_the_shorter(tmp_path, tiny_name, monkeypatch):
-    load = runner.load_model
+    load, reserved = runner.load_model, set()
 
     def tight(source, window, details):
         """Room for 300 tokens: neither more can be reserved, nor a state grow beyond."""
@@ -282,6 +282,7 @@ def test_too_little_memory_for_the_longest_still_gives_the_shorter(tmp_path, tin
         def reserving(batch_size=1, capacity=0):
             if capacity > 300:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more.")
+            reserved.add(capacity)
             return init_state(batch_size, capacity)
 
         def growing(tokens, state=None, last=None):
@@ -293,8 +294,10 @@ def test_too_little_memory_for_the_longest_still_gives_the_shorter(tmp_path, tin
         return loaded
 
     monkeypatch.setattr(runner, "load_model", tight)
+    monkeypatch.setattr(runner, "BRANCH_TOKENS", 50)
     rows = run(request(tmp_path / "run", tiny_name)).rows
     assert {(row["length"], row["status"]) for row in rows} == {(100, "ok"), (200, "ok"), (400, "oom")}
+    assert reserved == {1 + 12 + 200 + 6 + 5 + 50, 1 + 200 + 50}  # the longest that fit: needles, losses
     whole = request(tmp_path / "whole", tiny_name, lengths=(100, 200), docs=2)
     monkeypatch.setattr(runner, "load_model", load)
     assert {r["key"]: r["nll_sum"] for r in rows if r["status"] == "ok"} == pytest.approx(
