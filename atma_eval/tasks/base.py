@@ -78,11 +78,7 @@ class Task(Protocol):
     name: str
     lengths: tuple[int, ...]
     seed: int
-
     docs: int | None
-
-    @property
-    def family(self) -> str: ...
 
     def num_trials(self, text: TaskText) -> int:
         """How many samples of the task itself, controls apart, each length has over these documents."""

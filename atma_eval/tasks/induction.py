@@ -61,7 +61,6 @@ class Induction:
     docs: int | None = None
     docs_at_most: bool = True
     repeat: bool = False
-    family: ClassVar[str] = "induction"
     documents_may_grow: ClassVar[bool] = False
 
     def num_trials(self, text: TaskText) -> int:

@@ -31,7 +31,6 @@ class Perplexity:
     docs: int | None = None
     docs_at_most: bool = True
     repeat: bool = False
-    family: ClassVar[str] = "perplexity"
     chance: ClassVar[None] = None
     documents_may_grow: ClassVar[bool] = True
 
