@@ -16,8 +16,9 @@ import torch
 from conftest import ROOT, TINY, tiny_model
 from safetensors.torch import save_file
 
-from atma_eval import __version__, cli
+from atma_eval import __version__, cli, runner
 from atma_eval.commands import evaluate
+from atma_eval.progress import RunProgress
 from atma_eval.session import DEFAULT_CHUNK, Session
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
@@ -405,6 +406,22 @@ def test_a_refused_request_leaves_earlier_results(call, tiny_name, tmp_path):
     ):
         refused(call(*base, *more))
         assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files, more
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_interrupted(call, tiny_name, tmp_path, monkeypatch, num_rows):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    if num_rows:
+        monkeypatch.setattr(RunProgress, "row", stop)
+    else:
+        monkeypatch.setattr(runner, "load_model", stop)
+    outcome = call("niah", "--model", tiny_name, "--lengths", 64, "--trials", 1, "-o", "run")
+    assert outcome.code == 130
+    assert len(rows_of(tmp_path / "run")) == num_rows
+    said = "finished rows are in run, and the same command continues" if num_rows else "before the first row"
+    assert outcome.lines("interrupted")[0].endswith(said)
 
 
 def test_repeated_text_is_said_in_rows_and_manifest(call, tiny_name, tmp_path):

@@ -209,7 +209,8 @@ def _execute(spec: Any, dry_run: bool, as_json: bool, quiet: bool) -> None:
                 events = runner.Events(on_message=progress.message, on_row=progress.row, on_tokens=progress.tokens)
                 result = runner.run(cells, events, directory)
     except KeyboardInterrupt:
-        if (spec.out / "records.jsonl").is_file():
+        records = spec.out / "records.jsonl"
+        if records.is_file() and records.stat().st_size:
             say(f"interrupted; finished rows are in {spec.out}, and the same command continues")
         else:
             say("interrupted before the first row")
