@@ -243,6 +243,37 @@ def test_seeds_of_a_recipe_are_pooled(compared):
     assert [entry.name for entry in apart.tables[0].entries] == ["base", "m", "m-s2"]
 
 
+def test_seeds_that_agree_are_right_or_wrong_as_one(compared):
+    """A mean of equal differences has no interval; trials that are right or wrong have one."""
+    right, wrong = [True] * 10, [False] * 10
+    alone = compared(needles("base", right) + needles("m", wrong)).tables[0]
+    rows = needles("base", right) + needles("m", wrong) + needles("m-s2", wrong)
+    pooled = compared(rows, seeds_manifest()).tables[0]
+    assert pooled.contrasts["m (2 seeds)", Column(SHORT)] == alone.contrasts["m", Column(SHORT)]
+    split = compared(needles("base", right) + needles("m", wrong) + needles("m-s2", right), seeds_manifest()).tables[0]
+    contrast = split.contrasts["m (2 seeds)", Column(SHORT)]
+    assert not contrast.binary and contrast.difference.mean == -0.5 and contrast.difference.low is None
+
+
+def test_seeds_have_effective_lengths_of_their_own(compared):
+    """Their mean is no model: pooled, it held what no seed held, or nothing where one of them did."""
+    rows = needles("base", [True] * 22) + needles("m", [True] * 22) + needles("m-s2", [False] * 22)
+    lengths = compared(rows, seeds_manifest()).tables[0].effective_lengths
+    assert {name: of.length for name, of in lengths.items()} == {"base": SHORT, "m": SHORT, "m-s2": None}
+
+
+def test_what_could_be_detected_is_of_what_was_not(compared):
+    """A model that fails outright is told apart, and its many discordant pairs would hide what the other's allow."""
+    rows = needles("base", [True] * 32) + needles("near", [True] * 31 + [False]) + needles("far", [False] * 32)
+    found = compared(rows)
+    near, far = (found.tables[0].contrasts[name, Column(SHORT)] for name in ("near", "far"))
+    assert far.resolved and not near.resolved and near.smallest < 0.3 < far.smallest
+    for given, smallest in ((rows, near.smallest), ([r for r in rows if r["model"] != "near"], far.smallest)):
+        lines = terminal(compared(given)).splitlines()
+        (line,) = (line for line in lines if line.startswith(" detectable"))
+        assert line.split()[-1] == f"{smallest:.3f}"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"config": {"hidden_size": 32}}, "configurations differ"), ({"fingerprint": "1"}, "weights are the same")],

@@ -218,12 +218,13 @@ def test_windows_are_named_in_every_picture(tmp_path):
 
 
 def test_a_forest_names_every_kind_of_interval(tmp_path):
-    """Pooled seeds are means, with t intervals; one seed is right or wrong, with Newcombe's."""
+    """Seeds that disagree are means, with t intervals; one seed is right or wrong, with Newcombe's."""
     names = ["base", "m", "m-s2", "n"]
     rows = [row(trial=t, model=m, right=t > i or m == "base") for i, m in enumerate(names) for t in range(8)]
     (chart,) = build_charts(models_of(tmp_path / "a", rows), kinds=("forest",))
     both = (
-        "95 % score intervals of paired shares (Newcombe) or, where seeds are pooled, 95 % t intervals over documents"
+        "95 % score intervals of paired shares (Newcombe) or, where pooled seeds disagree, 95 % t intervals over "
+        "documents"
     )
     assert both in chart.caption and "without a bar" not in chart.caption
     (single,) = build_charts(models_of(tmp_path / "b", rows), kinds=("forest",), baseline="m-s2")

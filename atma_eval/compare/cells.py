@@ -88,7 +88,7 @@ def _seed_means(seeds: dict[str, Units], metric: Metric) -> dict[str, float]:
 
 
 def effective_length(cells: dict[Column, Cell], metric: Metric) -> EffectiveLength | None:
-    """How far one line keeps its score, from its cells by length; ``None`` but for scores between 0 and 1."""
+    """How far one model keeps its score, from its cells by length; ``None`` but for scores between 0 and 1."""
     if metric.kind not in ("proportion", "share"):
         return None
     by_length = {column.length: cell.units for column, cell in cells.items()}

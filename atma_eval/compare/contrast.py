@@ -43,16 +43,17 @@ class Contrast:
         return self.p_adjusted is not None and self.p_adjusted < ALPHA and excludes
 
 
-def contrast(a: Units, b: Units, metric: Metric, *, retrieval: bool, binary: bool) -> Contrast | None:
-    """``a`` less ``b``; ``None`` where no sample pairs. ``binary``: both sides are right or wrong, not means of seeds.
+def contrast(a: Units, b: Units, metric: Metric, *, retrieval: bool) -> Contrast | None:
+    """``a`` less ``b``; ``None`` where no sample pairs.
 
-    Right or wrong: exact McNemar over trials, and a paired score interval, widened where trials of a document go
-    together. Else: mean over samples, clustered by document. p is not adjusted yet.
+    Every trial right or wrong, as of one seed or of seeds that agree: exact McNemar over trials, and a paired score
+    interval, widened where trials of a document go together. Else: mean over samples, clustered by document. p is not
+    adjusted yet.
     """
     pairs = pair(a, b, retrieval=retrieval)
     if not pairs.a:
         return None
-    binary = binary and metric.kind == "proportion"
+    binary = metric.kind == "proportion" and all(value in (0.0, 1.0) for value in (*pairs.a, *pairs.b))
     if binary:
         difference, smallest = _of_proportions(pairs)
     else:

@@ -144,7 +144,10 @@ def _difference_lines(table: Table) -> tuple[Line, ...]:
             lines.append(Line(label=entry.name, cells=tuple(_contrast_text(c, table.metric) for c in contrasts)))
     smallest = []
     for column in table.columns:
-        known = [c.smallest for (_, at), c in table.contrasts.items() if at == column and c.smallest is not None]
+        here = [c for (_, at), c in table.contrasts.items() if at == column and c.smallest is not None]
+        # of what was told apart nothing was missed, and a model that fails outright would hide the rest
+        missed = [c for c in here if not c.resolved]
+        known = [c.smallest for c in missed or here if c.smallest is not None]
         smallest.append(Text(main=("×" if ratio else "") + number(max(known)) if known else NOTHING))
     lines.append(Line(label="detectable, 80 %", cells=tuple(smallest), faint=True))
     return tuple(lines)

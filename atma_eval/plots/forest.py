@@ -44,7 +44,7 @@ def _forest(table: Table, num_tests: int) -> ForestChart:
         metric=metric,
         caption=caption,
         retrieval=table.retrieval,
-        x_label="gap, tokens" if table.protocol.startswith("induction") else "length, tokens",
+        x_label="gap, tokens" if table.of_gaps else "length, tokens",
         trained=tuple(sorted(length for length in trained if length)),
         notes=notes,
         baseline=table.baseline or "",
@@ -68,7 +68,7 @@ def _caption(table: Table, num_tests: int) -> str:
 
 
 def _intervals(table: Table) -> str:
-    """Of single seeds on trials right or wrong one kind, of means over seeds another: both stand in one picture."""
+    """Of trials right or wrong one kind, of means over seeds that disagree another: both stand in one picture."""
     kinds = {True: "95 % score intervals of paired shares (Newcombe)", False: "95 % t intervals over documents"}
     there = {contrast.binary for contrast in table.contrasts.values()}
-    return " or, where seeds are pooled, ".join(kinds[binary] for binary in (True, False) if binary in there)
+    return " or, where pooled seeds disagree, ".join(kinds[binary] for binary in (True, False) if binary in there)
