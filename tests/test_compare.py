@@ -274,6 +274,14 @@ def test_what_could_be_detected_is_of_what_was_not(compared):
         assert line.split()[-1] == f"{smallest:.3f}"
 
 
+def test_another_run_of_one_seed_leaves_a_run_its_seeds(compared):
+    rows = [needles(name, [True] * 10) for name in ("m", "m-s2")]
+    found = compared(rows[0] + rows[1], seeds_manifest(), rows[0])
+    assert [entry.name for entry in found.tables[0].entries] == ["m (run0) (2 seeds)", "m (run1)"]
+    apart = compared(rows[0], seeds_manifest(), rows[1], seeds_manifest())
+    assert [entry.name for entry in apart.tables[0].entries] == ["m (2 seeds)"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"config": {"hidden_size": 32}}, "configurations differ"), ({"fingerprint": "1"}, "weights are the same")],
@@ -412,11 +420,15 @@ def test_seeds_under_two_windows_are_not_pooled(compared):
 
 def test_imported_means_are_not_paired(compared):
     means = [{**needles("paper", [True])[0], "token_accuracy": 0.9, "exact": None, "num_trials": 16}]
-    means[0] |= {"protocol": "atma-stage1", "first_token_correct": None}
+    means[0] |= {"protocol": "atma-stage1", "first_token_correct": None, "sample_hash": None}
     given = (means, {"source": "imported", "models": {}, "tasks": {}}, needles("a", [True] * 3))
     alone = compared(*given[:2])
     assert alone.notes == ("no row of induction has exact: token_accuracy is shown",)
     assert alone.tables[0].cells["paper", Column(SHORT)].estimate == wilson(0.9 * 16, 16)
+    assert re.search(r"n \(documents\) +– ", terminal(alone))  # the one name in its rows is of a whole data set
+    assert as_data(alone)["tables"][0]["cells"][0]["num_documents"] is None
+    books = [{**losses("paper", [2.0])[0], "sample_hash": None, "num_trials": 16}]
+    assert re.search(r"n \(documents\) +16 ", terminal(compared(books, given[1])))
     found = compared(*given, metric="token_accuracy")
     assert found.tables[0].cells["paper", Column(SHORT)].estimate.n == 16
     assert found.num_tests == 0

@@ -170,7 +170,8 @@ def test_imported_means_are_drawn_as_what_they_are(tmp_path):
     path = write_run(tmp_path / "a", rows, {**manifest("m"), "source": "imported"})
     charts = build_charts(read_models([path]))
     assert [chart.metric.name for chart in charts] == ["token_accuracy", "nll"]
-    assert all("Imported means" in chart.caption for chart in charts)
+    assert all("Imported means" in chart.caption and "document" not in chart.caption for chart in charts)
+    assert charts[0].caption.startswith("Bands: 95 % Wilson intervals over trials; n =")
     both = build_charts(read_models([path, write_run(tmp_path / "b", [row(model="n")])]), kinds=("accuracy",))
     assert both[0].metric.name == "exact" and "No exact is known of m." in both[0].caption
 

@@ -37,6 +37,13 @@ class Cell:
         return sum(unit.num_trials for unit in self.units.values())
 
     @property
+    def num_documents(self) -> int | None:
+        """``None`` for imported means: what they name is a whole data set."""
+        if any(unit.sample_hash is None for unit in self.units.values()):
+            return None
+        return len({unit.document for unit in self.units.values()})
+
+    @property
     def outcomes(self) -> str:
         """What became of rows that were not scored: ``2 oom, 1 nan``; empty where all were."""
         return ", ".join(f"{count} {status}" for status, count in self.statuses.items())

@@ -117,15 +117,14 @@ def _spread_text(cell: Cell | None) -> Text:
 
 def _count_lines(table: Table) -> tuple[Line, ...]:
     cells = [[c for (_, at), c in table.cells.items() if at == column and c.units] for column in table.columns]
-    documents = Line(
-        label="n (documents)",
-        cells=tuple(_range({len({u.document for u in cell.units.values()}) for cell in column}) for column in cells),
-        faint=True,
-    )
+    samples = tuple(_range({cell.num_samples for cell in column}) for column in cells)
     if not table.retrieval:
-        return (documents,)
-    trials = tuple(_range({cell.num_samples for cell in column}) for column in cells)
-    return (Line(label="n (trials)", cells=trials, faint=True), documents)
+        return (Line(label="n (documents)", cells=samples, faint=True),)
+    documents = tuple(_range({c.num_documents for c in column if c.num_documents is not None}) for column in cells)
+    return (
+        Line(label="n (trials)", cells=samples, faint=True),
+        Line(label="n (documents)", cells=documents, faint=True),
+    )
 
 
 def _range(counts: set[int]) -> Text:

@@ -92,7 +92,9 @@ def _common(kind: str, models: list[ModelRows], task: str, metric: Metric, title
 
 
 def _documents(models: list[ModelRows], task: str) -> int:
-    return len({row["text_id"] for model in models for row in rows_of(model, task) if row["status"] == "ok"})
+    """Documents that were scored; those of imported means nobody counted."""
+    own = [model for model in models if not model.run.imported]
+    return len({row["text_id"] for model in own for row in rows_of(model, task) if row["status"] == "ok"})
 
 
 def _ending(models: list[ModelRows], points: Iterable[Point], mark: str, notes: Iterable[str]) -> str:
@@ -126,7 +128,8 @@ def length_chart(kind: str, models: list[ModelRows], task: str, metric: Metric) 
     counts = [point.estimate.n for point in points if point.estimate.n]
     of = plural(range_text(counts), unit)
     drawn = intervals_text(lines, interval_text(metric, is_retrieval(row), documents))
-    caption = f"{drawn}; n = {of} per point" + (f", {plural(documents, 'document')}." if is_retrieval(row) else ".")
+    shared = f", {plural(documents, 'document')}" if is_retrieval(row) and documents else ""
+    caption = f"{drawn}; n = {of} per point{shared}."
     caption += without_interval_text([point.estimate for point in points])
     bare = [line.model for line in lines if all(p.estimate.mean is None and not p.failed for p in line.points)]
     if bare and len(bare) < len(lines):
