@@ -610,6 +610,16 @@ def test_latex_compiles_and_fits(compared, pdflatex):
     assert "Overfull" not in said and "Float too large" not in said
 
 
+def test_latex_of_many_models_fits_its_pages(compared, pdflatex):
+    """Fourteen models and all published ones below them, two lines each, then the notes: too much for one page."""
+    models = [f"softmax+memory, recipe {i:02}" for i in range(14)]
+    rows = [row(length=n, trial=t, model=m, right=t % 3 > 0) for m in models for n in (SHORT, LONG) for t in range(8)]
+    text = render(compared(rows, metric="token_accuracy"), "latex", against_paper=True)
+    assert all(text.count(f"\n{name} &") == 5 for name in models[1:])  # mean, difference, length, and twice beside them
+    said = pdflatex(text)
+    assert "Overfull" not in said and "Float too large" not in said
+
+
 def test_latex_compiles_whatever_the_names(compared, pdflatex):
     name = 'a_b%&#$^~\\{}<>|"üß—模−'
     text = render(compared(losses(name, [1.0, 2.0, 3.0]) + losses("z", [2.0, 3.0, 5.0])), "latex", against_paper=True)

@@ -37,6 +37,9 @@ class Line:
     faint: bool = False
 
 
+Section = tuple[Line, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
     """One table: sections of lines under column heads, and what must be said below."""
@@ -44,7 +47,7 @@ class Sheet:
     title: str
     stub: str
     heads: tuple[str, ...]
-    sections: tuple[tuple[Line, ...], ...]
+    sections: tuple[Section, ...]
     footnotes: tuple[str, ...] = ()
 
 
