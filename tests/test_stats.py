@@ -13,7 +13,6 @@ from atma_eval.stats import (
     EffectiveLength,
     Estimate,
     benjamini_hochberg,
-    between_seeds,
     cluster_bootstrap,
     clustered_mean,
     clustered_share,
@@ -513,13 +512,6 @@ def test_effective_length_of_scores_that_agree():
 
 
 # -- seeds ------------------------------------------------------------------------------------------------------------
-
-
-def test_between_seeds():
-    assert between_seeds([0.5, 0.9, 0.7]) == pytest.approx((0.5, 0.9, 0.2, 3))
-    assert between_seeds([]) == (None, None, None, 0)
-    assert between_seeds([0.5]) == (0.5, 0.5, None, 1)
-    assert between_seeds([1.0, 1.0]) == (1.0, 1.0, None, 2)
 
 
 def test_pooled_seeds():

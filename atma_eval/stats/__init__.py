@@ -26,16 +26,14 @@ from atma_eval.stats.paired import (
     sign_flip,
 )
 from atma_eval.stats.power import smallest_difference, smallest_mean_difference
-from atma_eval.stats.seeds import SeedSpread, between_seeds, pooled_seeds
+from atma_eval.stats.seeds import pooled_seeds
 
 __all__ = [
     "Z_95",
     "Difference",
     "EffectiveLength",
     "Estimate",
-    "SeedSpread",
     "benjamini_hochberg",
-    "between_seeds",
     "cluster_bootstrap",
     "clustered_mean",
     "clustered_share",
