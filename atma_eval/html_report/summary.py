@@ -20,7 +20,7 @@ MOST_NAMED = 3  # models in a sentence; of more it says how many
 HEAD = (
     "model",
     el("th", "task: metric", scope="col", class_="text"),
-    "at its shortest length",
+    "at its shortest",
     "at its longest",
     "effective length",
     "rows not scored",
@@ -67,8 +67,8 @@ def _at(point: Point | None) -> Html:
         return el("td", "nothing scored", class_="bad")
     mean, low, high, n = point.estimate
     interval = "no interval" if low is None or high is None else span(low, high)
-    under = f"{interval}, n = {n}, at {length_text(point.at)}"
-    return el("td", "–" if mean is None else number(mean), el("small", under))
+    where = f"n = {n}, at {length_text(point.at)}"
+    return el("td", "–" if mean is None else number(mean), el("small", interval), el("small", where))
 
 
 # -- sentences --------------------------------------------------------------------------------------------
