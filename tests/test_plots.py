@@ -23,6 +23,7 @@ from atma_eval.plots import files
 from atma_eval.plots.builders import build_charts
 from atma_eval.plots.charts import Gap, length_text
 from atma_eval.plots.files import render, save
+from atma_eval.plots.page import short_names
 from atma_eval.plots.sketch import Sketch, bar, sparkline, whisker
 from atma_eval.runs import read_models
 from atma_eval.stats import wilson
@@ -216,6 +217,19 @@ def test_windows_are_named_in_every_picture(tmp_path):
 
     charts = build_charts(read_models([under("full", None), under("train", 256)]))
     assert all("m (full) with full attention; m (train) with a window of 256 tokens" in c.caption for c in charts)
+
+
+def test_long_names_that_differ_in_the_middle_stay_apart():
+    one, other = (f"_polar+memory, {size} (imported)" for size in ("378m, 1900 steps", "378m, 4000 steps"))
+    whole = [f" {name[:20]}\n{name[21:]}" for name in (one, other)]
+    assert short_names([one, other, "softmax+memory with a long name"]) == [*whole, "softmax+mem…a long name"]
+    assert short_names([one, "softmax"]) == [" " + f"{one[:11]}…{one[-11:]}", "softmax"]
+
+
+def test_controls_that_were_not_measured_are_not_named(tmp_path):
+    rows = [row(), row(control="absent", token_accuracy=0.0, exact=False)]
+    (chart,) = build_charts(models_of(tmp_path, rows), kinds=("accuracy",))
+    assert "Thin lines are controls: needle absent. " in chart.caption and "format" not in chart.caption
 
 
 def test_a_forest_names_every_kind_of_interval(tmp_path):

@@ -29,7 +29,7 @@ from atma_eval.runs import ModelRows
 from atma_eval.stats import Estimate
 from atma_eval.words import plural, sentence
 
-CONTROLS = ("absent", "format")
+CONTROLS = {"absent": "needle absent", "format": "another value of the same form (format)"}
 NOTHING = Estimate(None, None, None, 0)
 LEAST_OF_BUCKET = 1 / 8  # a last bucket of positions that is cut off before this share of it is left out
 
@@ -135,7 +135,8 @@ def length_chart(kind: str, models: list[ModelRows], task: str, metric: Metric) 
     if bare and len(bare) < len(lines):
         caption += f" No {metric.label} is known of {', '.join(bare)}."
     if controls:
-        caption += " Thin lines are controls: needle absent, and another value of the same form (format)."
+        said = [words for control, words in CONTROLS.items() if any(line.control == control for line in controls)]
+        caption += f" Thin lines are controls: {', and '.join(said)}."
     if chance is not None:
         caption += f" Guessing digits scores {chance:.3g} (chance)."
     what = "gap" if _by_gap(models, task) else "length"
