@@ -409,6 +409,14 @@ def test_a_sketch_fits_and_holds_every_figure(tmp_path, width):
         assert text.count("gap, tokens") == len(KINDS)  # six lengths stand side by side
 
 
+def test_a_sketch_folds_long_names_and_claims_no_interval_it_does_not_draw(tmp_path):
+    names = [f"polar+memory, of 378m parameters, {steps} steps" for steps in (1900, 4000)]
+    text = text_of(build_charts(models_of(tmp_path / "a", retrieval(names)), kinds=("accuracy",)))
+    assert "…" not in text and "1900" in text and "4000" in text
+    position = text_of(build_charts(read_models([losses(tmp_path / "p", names)]), kinds=("position",)))
+    assert "interval" not in position and "\nn = " in position
+
+
 # -- command ----------------------------------------------------------------------------------------------
 
 
