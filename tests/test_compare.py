@@ -243,8 +243,8 @@ def test_seeds_of_a_recipe_are_pooled(compared):
     assert [entry.name for entry in apart.tables[0].entries] == ["base", "m", "m-s2"]
 
 
-def test_seeds_that_agree_are_right_or_wrong_as_one(compared):
-    """A mean of equal differences has no interval; trials that are right or wrong have one."""
+def test_seeds_are_right_or_wrong_as_one(compared):
+    """Where they agree they are one; where they do not, counts are shared out, and there is an interval too."""
     right, wrong = [True] * 10, [False] * 10
     alone = compared(needles("base", right) + needles("m", wrong)).tables[0]
     rows = needles("base", right) + needles("m", wrong) + needles("m-s2", wrong)
@@ -252,7 +252,22 @@ def test_seeds_that_agree_are_right_or_wrong_as_one(compared):
     assert pooled.contrasts["m (2 seeds)", Column(SHORT)] == alone.contrasts["m", Column(SHORT)]
     split = compared(needles("base", right) + needles("m", wrong) + needles("m-s2", right), seeds_manifest()).tables[0]
     contrast = split.contrasts["m (2 seeds)", Column(SHORT)]
-    assert not contrast.binary and contrast.difference.mean == -0.5 and contrast.difference.low is None
+    half = (
+        compared(needles("base", right) + needles("m", right[:5] + wrong[:5])).tables[0].contrasts["m", Column(SHORT)]
+    )
+    assert contrast.difference[:3] == half.difference[:3] and contrast.smallest == half.smallest
+    assert not contrast.binary and contrast.difference.p == 2 / 2**10  # sign flips: all documents say the same
+
+
+def test_a_worse_mean_of_seeds_has_no_higher_bound(compared):
+    """One trial of sixty-four wrong: the bound lies below that of none wrong."""
+    right = [True] * 32
+    found = [
+        compared(needles("m", right) + needles("m-s2", last), seeds_manifest()).tables[0]
+        for last in (right, [*right[:-1], False])
+    ]
+    best, worse = (table.cells["m (2 seeds)", Column(SHORT)].estimate for table in found)
+    assert worse.mean < best.mean and worse.low < best.low and worse.high < best.high
 
 
 def test_seeds_have_effective_lengths_of_their_own(compared):

@@ -232,19 +232,15 @@ def test_controls_that_were_not_measured_are_not_named(tmp_path):
     assert "Thin lines are controls: needle absent. " in chart.caption and "format" not in chart.caption
 
 
-def test_a_forest_names_every_kind_of_interval(tmp_path):
-    """Seeds that disagree are means, with t intervals; one seed is right or wrong, with Newcombe's."""
+def test_a_forest_names_its_intervals(tmp_path):
+    """Shares of one seed or several have Newcombe's, losses t intervals."""
     names = ["base", "m", "m-s2", "n"]
     rows = [row(trial=t, model=m, right=t > i or m == "base") for i, m in enumerate(names) for t in range(8)]
     (chart,) = build_charts(models_of(tmp_path / "a", rows), kinds=("forest",))
-    both = (
-        "95 % score intervals of paired shares (Newcombe) or, where pooled seeds disagree, 95 % t intervals over "
-        "documents"
-    )
-    assert both in chart.caption and "without a bar" not in chart.caption
-    (single,) = build_charts(models_of(tmp_path / "b", rows), kinds=("forest",), baseline="m-s2")
-    assert "Newcombe" not in single.caption  # against a pooled baseline nobody is right or wrong
+    words = "Bars: 95 % score intervals of paired shares (Newcombe). Filled"
+    assert words in chart.caption and "without a bar" not in chart.caption
     (loss,) = build_charts(read_models([losses(tmp_path / "p", ["m", "n"], documents=1)]), kinds=("forest",))
+    assert "Bars: 95 % t intervals over documents. Filled" in loss.caption
     assert "A point without a bar is of one pair" in loss.caption and "n = 1 pair of 1 document." in loss.caption
 
 

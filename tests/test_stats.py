@@ -21,6 +21,7 @@ from atma_eval.stats import (
     mcnemar,
     paired_mean,
     paired_proportion,
+    pooled_proportion,
     pooled_seeds,
     ratio_mean,
     ratio_of_sums,
@@ -527,3 +528,10 @@ def test_pooled_seeds():
     assert all_right == wilson(8, 8)._replace(n=24)
     assert pooled_seeds([[0.0]], [["a"]], bounded=True) == wilson(0, 1)
     assert pooled_seeds([[1.0, 0.0]] * 2, [list("ab")] * 2, bounded=True).high == 1.0
+
+
+def test_pooled_proportion():
+    assert pooled_proportion([[1.0] * 8] * 3) == wilson(8, 8)._replace(n=24)
+    assert pooled_proportion([[1.0] * 8, [0.0] * 8]) == wilson(4, 8)._replace(n=16)
+    assert pooled_proportion([[1.0, 1.0, 0.0], [0.0]])[:3] == wilson(1.5, 3)[:3]  # a seed that is not finished
+    assert pooled_proportion([]) == Estimate(None, None, None, 0)

@@ -84,6 +84,8 @@ def _pooled(seeds: list[Units], metric: Metric) -> Estimate:
     together = [unit for units in seeds for unit in units.values()]
     if len(seeds) > 1 and metric.kind in ("proportion", "share"):
         values = [[unit.value for unit in units.values()] for units in seeds]
+        if metric.kind == "proportion":
+            return stats.pooled_proportion(values)
         documents = [[unit.document for unit in units.values()] for units in seeds]
         return stats.pooled_seeds(values, documents, bounded=True)
     return estimate(together, metric)

@@ -26,7 +26,7 @@ from atma_eval.stats.paired import (
     sign_flip,
 )
 from atma_eval.stats.power import smallest_difference, smallest_mean_difference
-from atma_eval.stats.seeds import pooled_seeds
+from atma_eval.stats.seeds import pooled_proportion, pooled_seeds
 
 __all__ = [
     "Z_95",
@@ -43,6 +43,7 @@ __all__ = [
     "mean_of_sums",
     "paired_mean",
     "paired_proportion",
+    "pooled_proportion",
     "pooled_seeds",
     "ratio_mean",
     "ratio_of_sums",
