@@ -18,6 +18,7 @@ from atma_eval.stats import (
     clustered_share,
     design_effect,
     effective_length,
+    independent_pairs,
     mcnemar,
     paired_mean,
     paired_proportion,
@@ -305,6 +306,20 @@ def test_trials_of_one_document_are_not_independent_evidence():
     copied = paired_proportion(np.repeat(a, 5), np.repeat(b, 5), np.repeat(range(8), 5).tolist())
     assert copied.p == alone.p
     assert copied.high - copied.low > 0.95 * (alone.high - alone.low)
+
+
+def test_pairs_of_several_seeds_are_worth_no_less_than_those_of_one():
+    """Seeds that err apart make means that vary less, so documents that differ inflate them less."""
+    rng = np.random.default_rng(0)
+    documents = list(np.repeat(range(8), 4))
+    skill = np.repeat(rng.uniform(0.3, 1.0, 8), 4)
+    a, b, c = (rng.random((2, 32)) < share for share in (skill, skill, 0.3))
+    alone = independent_pairs(a[0], c[0], documents)
+    assert alone == pytest.approx(32 / design_effect(a[0].astype(float) - c[0], documents))
+    assert independent_pairs(a[0], a[0], documents) == 32
+    shared = [independent_pairs(x[0], y[0], documents) for x, y in ((a, c), (b, c))]
+    pooled = independent_pairs((a[0] * 1.0 + b[0]) / 2, c.mean(axis=0), documents)
+    assert min(shared) < pooled <= 32
 
 
 def test_coverage_of_paired_proportions_over_shared_documents():

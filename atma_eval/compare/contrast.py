@@ -81,8 +81,7 @@ def _of_proportions(pairs: Pairs, binary: bool) -> tuple[Difference, float | Non
     a, b = pairs.a, pairs.b
     only_a, only_b = (sum(x * (1 - y) for x, y in zip(*sides, strict=True)) for sides in ((a, b), (b, a)))
     difference = stats.paired_proportion(a, b, pairs.documents)
-    signed = [x - y for x, y in zip(a, b, strict=True)]
-    independent = round(len(a) / stats.design_effect(signed, pairs.documents))
+    independent = round(stats.independent_pairs(a, b, pairs.documents))
     smallest = stats.smallest_difference(independent, (only_a + only_b) / len(a))
     return difference._replace(p=stats.mcnemar(round(only_a), round(only_b))) if binary else difference, smallest
 

@@ -20,6 +20,7 @@ from atma_eval.stats.length import EffectiveLength, effective_length
 from atma_eval.stats.paired import (
     Difference,
     benjamini_hochberg,
+    independent_pairs,
     mcnemar,
     paired_mean,
     paired_proportion,
@@ -39,6 +40,7 @@ __all__ = [
     "clustered_share",
     "design_effect",
     "effective_length",
+    "independent_pairs",
     "mcnemar",
     "mean_of_sums",
     "paired_mean",

@@ -121,13 +121,21 @@ def paired_proportion(a: Values, b: Values, clusters: Sequence[Hashable]) -> Dif
     index, num_clusters = cluster_index(clusters)
     d = x - y
     p = sign_flip(np.bincount(index, weights=d))
-    scale = 1.0 / design_effect(d, clusters)
+    scale = independent_pairs(x, y, clusters) / n
     if 1 < num_clusters < n:
         scale *= (t_quantile(n - 1) / t_quantile(num_clusters - 1)) ** 2
     cells = (x * y, x * (1 - y), (1 - x) * y, (1 - x) * (1 - y))
     both, only_a, only_b, neither = (scale * float(np.sum(cell)) for cell in cells)
     low, high = _newcombe(both, only_a, only_b, neither)
     return Difference(float(d.mean()), low, high, p, n, num_given)
+
+
+def independent_pairs(a: Values, b: Values, clusters: Sequence[Hashable]) -> float:
+    """How many independent pairs of trials, right or wrong, those of `paired_proportion` are worth; at most all."""
+    x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    n, d = len(x), x - y
+    of_one = float(np.sum(x * (1 - y) + (1 - x) * y) - d.sum() ** 2 / n) / max(1, n - 1)
+    return n / design_effect(d, clusters, variance=of_one)
 
 
 def _newcombe(both: float, only_a: float, only_b: float, neither: float, z: float = Z_95) -> tuple[float, float]:
