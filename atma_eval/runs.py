@@ -232,8 +232,8 @@ class ModelRows:
 def read_models(names: Sequence[str | Path]) -> list[ModelRows]:
     """Models of all given runs, in order.
 
-    A label whose task stands in two runs is told apart by the run's folder; where the tasks differ, as after ``niah``
-    and ``ppl``, both keep the name.
+    A label whose task stands in two runs is told apart by the run's folder, and folders of one name by those above
+    them; where the tasks differ, as after ``niah`` and ``ppl``, both keep the name.
     """
     runs = [read_run(name) for name in names]
     for i, run in enumerate(runs):
@@ -245,9 +245,21 @@ def read_models(names: Sequence[str | Path]) -> list[ModelRows]:
         for label in dict.fromkeys(row["model"] for row in run.rows)
     ]
     count = Counter((model.label, task) for model in found for task in model.tasks)
+    folders = _short_paths([run.path.resolve() for run in runs])
     return [
-        replace(model, name=f"{model.label} ({model.run.name})")
+        replace(model, name=f"{model.label} ({folders[model.run.path.resolve()]})")
         if any(count[model.label, task] > 1 for task in model.tasks)
         else model
         for model in found
     ]
+
+
+def _short_paths(paths: Sequence[Path]) -> dict[Path, str]:
+    """The last folders of each path, as many as tell it from the others."""
+    names = {}
+    for path in paths:
+        count = 1
+        while sum(other.parts[-count:] == path.parts[-count:] for other in paths) > 1:
+            count += 1
+        names[path] = "/".join(path.parts[-count:])
+    return names

@@ -181,12 +181,12 @@ def test_nobody_is_crowned_for_a_shared_mean(tmp_path, right, words):
 
 
 def test_the_summary_tells_how_far_each_seed_holds(tmp_path):
-    """Each seed alone: one that fails does not take the other's length from it, as it does where they are pooled."""
+    """Each seed alone: one that fails does not take the other's length from it."""
     rows = [row(model=m, trial=t, right=m == "m") for m in ("m", "m-s2") for t in range(22)]
     rows += [row(model="n", trial=t) for t in range(3)]
     summary, task = page_of(tmp_path, rows).text.split("Mean with its 95 % interval")
     assert summary.count("≥ 2K") == 1 and "n = 22, at 2Knone" in summary and "too few trials" in summary
-    assert "≥ 2" not in task and "m (2 seeds)none" in task
+    assert "m≥ 2,0482,048" in task and "m-s2none" in task and "m (2 seeds)none" not in task
 
 
 def test_losses_of_other_tokenizers_are_told_apart(tmp_path):

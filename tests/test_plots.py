@@ -23,6 +23,7 @@ from atma_eval.plots import files
 from atma_eval.plots.builders import build_charts
 from atma_eval.plots.charts import Gap, length_text
 from atma_eval.plots.files import render, save
+from atma_eval.plots.page import short_names
 from atma_eval.plots.sketch import Sketch, bar, sparkline, whisker
 from atma_eval.runs import read_models
 from atma_eval.stats import wilson
@@ -170,7 +171,8 @@ def test_imported_means_are_drawn_as_what_they_are(tmp_path):
     path = write_run(tmp_path / "a", rows, {**manifest("m"), "source": "imported"})
     charts = build_charts(read_models([path]))
     assert [chart.metric.name for chart in charts] == ["token_accuracy", "nll"]
-    assert all("Imported means" in chart.caption for chart in charts)
+    assert all("Imported means" in chart.caption and "document" not in chart.caption for chart in charts)
+    assert charts[0].caption.startswith("Bands: 95 % Wilson intervals over trials; n =")
     both = build_charts(read_models([path, write_run(tmp_path / "b", [row(model="n")])]), kinds=("accuracy",))
     assert both[0].metric.name == "exact" and "No exact is known of m." in both[0].caption
 
@@ -217,18 +219,28 @@ def test_windows_are_named_in_every_picture(tmp_path):
     assert all("m (full) with full attention; m (train) with a window of 256 tokens" in c.caption for c in charts)
 
 
-def test_a_forest_names_every_kind_of_interval(tmp_path):
-    """Pooled seeds are means, with t intervals; one seed is right or wrong, with Newcombe's."""
+def test_long_names_that_differ_in_the_middle_stay_apart():
+    one, other = (f"_polar+memory, {size} (imported)" for size in ("378m, 1900 steps", "378m, 4000 steps"))
+    whole = [f" {name[:20]}\n{name[21:]}" for name in (one, other)]
+    assert short_names([one, other, "softmax+memory with a long name"]) == [*whole, "softmax+mem…a long name"]
+    assert short_names([one, "softmax"]) == [" " + f"{one[:11]}…{one[-11:]}", "softmax"]
+
+
+def test_controls_that_were_not_measured_are_not_named(tmp_path):
+    rows = [row(), row(control="absent", token_accuracy=0.0, exact=False)]
+    (chart,) = build_charts(models_of(tmp_path, rows), kinds=("accuracy",))
+    assert "Thin lines are controls: needle absent. " in chart.caption and "format" not in chart.caption
+
+
+def test_a_forest_names_its_intervals(tmp_path):
+    """Shares of one seed or several have Newcombe's, losses t intervals."""
     names = ["base", "m", "m-s2", "n"]
     rows = [row(trial=t, model=m, right=t > i or m == "base") for i, m in enumerate(names) for t in range(8)]
     (chart,) = build_charts(models_of(tmp_path / "a", rows), kinds=("forest",))
-    both = (
-        "95 % score intervals of paired shares (Newcombe) or, where seeds are pooled, 95 % t intervals over documents"
-    )
-    assert both in chart.caption and "without a bar" not in chart.caption
-    (single,) = build_charts(models_of(tmp_path / "b", rows), kinds=("forest",), baseline="m-s2")
-    assert "Newcombe" not in single.caption  # against a pooled baseline nobody is right or wrong
+    words = "Bars: 95 % score intervals of paired shares (Newcombe). Filled"
+    assert words in chart.caption and "without a bar" not in chart.caption
     (loss,) = build_charts(read_models([losses(tmp_path / "p", ["m", "n"], documents=1)]), kinds=("forest",))
+    assert "Bars: 95 % t intervals over documents. Filled" in loss.caption
     assert "A point without a bar is of one pair" in loss.caption and "n = 1 pair of 1 document." in loss.caption
 
 
@@ -391,6 +403,14 @@ def test_a_sketch_fits_and_holds_every_figure(tmp_path, width):
     assert all(length_text(length) in text for length in lengths)
     if width == 100:
         assert text.count("gap, tokens") == len(KINDS)  # six lengths stand side by side
+
+
+def test_a_sketch_folds_long_names_and_claims_no_interval_it_does_not_draw(tmp_path):
+    names = [f"polar+memory, of 378m parameters, {steps} steps" for steps in (1900, 4000)]
+    text = text_of(build_charts(models_of(tmp_path / "a", retrieval(names)), kinds=("accuracy",)))
+    assert "…" not in text and "1900" in text and "4000" in text
+    position = text_of(build_charts(read_models([losses(tmp_path / "p", names)]), kinds=("position",)))
+    assert "interval" not in position and "\nn = " in position
 
 
 # -- command ----------------------------------------------------------------------------------------------

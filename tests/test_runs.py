@@ -113,6 +113,11 @@ def test_models_of_two_runs(tmp_path):
     assert "is given twice" in refusal(read_models, [a, str(a) + "/"]).message
 
 
+def test_runs_in_folders_of_one_name_are_told_apart(tmp_path):
+    runs = [write_run(tmp_path / name, [row()]) for name in ("x/run", "y/run", "y/other")]
+    assert [model.name for model in read_models(runs)] == ["m (x/run)", "m (y/run)", "m (other)"]
+
+
 def test_values_and_pairs():
     rows = [row(nll=0.5, trial=0), row(nll=2.5, trial=0, control="format"), row(trial=1, nll=1.0, right=False)]
     rows.append(row(trial=2, status="oom"))

@@ -13,15 +13,16 @@ from atma_eval.stats import (
     EffectiveLength,
     Estimate,
     benjamini_hochberg,
-    between_seeds,
     cluster_bootstrap,
     clustered_mean,
     clustered_share,
     design_effect,
     effective_length,
+    independent_pairs,
     mcnemar,
     paired_mean,
     paired_proportion,
+    pooled_proportion,
     pooled_seeds,
     ratio_mean,
     ratio_of_sums,
@@ -307,6 +308,20 @@ def test_trials_of_one_document_are_not_independent_evidence():
     assert copied.high - copied.low > 0.95 * (alone.high - alone.low)
 
 
+def test_pairs_of_several_seeds_are_worth_no_less_than_those_of_one():
+    """Seeds that err apart make means that vary less, so documents that differ inflate them less."""
+    rng = np.random.default_rng(0)
+    documents = list(np.repeat(range(8), 4))
+    skill = np.repeat(rng.uniform(0.3, 1.0, 8), 4)
+    a, b, c = (rng.random((2, 32)) < share for share in (skill, skill, 0.3))
+    alone = independent_pairs(a[0], c[0], documents)
+    assert alone == pytest.approx(32 / design_effect(a[0].astype(float) - c[0], documents))
+    assert independent_pairs(a[0], a[0], documents) == 32
+    shared = [independent_pairs(x[0], y[0], documents) for x, y in ((a, c), (b, c))]
+    pooled = independent_pairs((a[0] * 1.0 + b[0]) / 2, c.mean(axis=0), documents)
+    assert min(shared) < pooled <= 32
+
+
 def test_coverage_of_paired_proportions_over_shared_documents():
     """16 documents of 4 trials whose difficulty differs: nominal 95 %, true difference 0.3; no false alarms at 0."""
     rng = np.random.default_rng(2)
@@ -515,13 +530,6 @@ def test_effective_length_of_scores_that_agree():
 # -- seeds ------------------------------------------------------------------------------------------------------------
 
 
-def test_between_seeds():
-    assert between_seeds([0.5, 0.9, 0.7]) == pytest.approx((0.5, 0.9, 0.2, 3))
-    assert between_seeds([]) == (None, None, None, 0)
-    assert between_seeds([0.5]) == (0.5, 0.5, None, 1)
-    assert between_seeds([1.0, 1.0]) == (1.0, 1.0, None, 2)
-
-
 def test_pooled_seeds():
     """The same documents under every seed: as wide as the mean over seeds of each document, not narrower."""
     first, second, documents = [1.0, 2.0, 4.0], [2.0, 3.0, 8.0], list("abc")
@@ -535,3 +543,10 @@ def test_pooled_seeds():
     assert all_right == wilson(8, 8)._replace(n=24)
     assert pooled_seeds([[0.0]], [["a"]], bounded=True) == wilson(0, 1)
     assert pooled_seeds([[1.0, 0.0]] * 2, [list("ab")] * 2, bounded=True).high == 1.0
+
+
+def test_pooled_proportion():
+    assert pooled_proportion([[1.0] * 8] * 3) == wilson(8, 8)._replace(n=24)
+    assert pooled_proportion([[1.0] * 8, [0.0] * 8]) == wilson(4, 8)._replace(n=16)
+    assert pooled_proportion([[1.0, 1.0, 0.0], [0.0]])[:3] == wilson(1.5, 3)[:3]  # a seed that is not finished
+    assert pooled_proportion([]) == Estimate(None, None, None, 0)

@@ -37,6 +37,13 @@ class Cell:
         return sum(unit.num_trials for unit in self.units.values())
 
     @property
+    def num_documents(self) -> int | None:
+        """``None`` for imported means: what they name is a whole data set."""
+        if any(unit.sample_hash is None for unit in self.units.values()):
+            return None
+        return len({unit.document for unit in self.units.values()})
+
+    @property
     def outcomes(self) -> str:
         """What became of rows that were not scored: ``2 oom, 1 nan``; empty where all were."""
         return ", ".join(f"{count} {status}" for status, count in self.statuses.items())
@@ -77,6 +84,8 @@ def _pooled(seeds: list[Units], metric: Metric) -> Estimate:
     together = [unit for units in seeds for unit in units.values()]
     if len(seeds) > 1 and metric.kind in ("proportion", "share"):
         values = [[unit.value for unit in units.values()] for units in seeds]
+        if metric.kind == "proportion":
+            return stats.pooled_proportion(values)
         documents = [[unit.document for unit in units.values()] for units in seeds]
         return stats.pooled_seeds(values, documents, bounded=True)
     return estimate(together, metric)
@@ -88,7 +97,7 @@ def _seed_means(seeds: dict[str, Units], metric: Metric) -> dict[str, float]:
 
 
 def effective_length(cells: dict[Column, Cell], metric: Metric) -> EffectiveLength | None:
-    """How far one line keeps its score, from its cells by length; ``None`` but for scores between 0 and 1."""
+    """How far one model keeps its score, from its cells by length; ``None`` but for scores between 0 and 1."""
     if metric.kind not in ("proportion", "share"):
         return None
     by_length = {column.length: cell.units for column, cell in cells.items()}

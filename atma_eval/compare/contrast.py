@@ -25,7 +25,7 @@ class Contrast:
         smallest: difference that as many samples, as discordant, would resolve with 80 % power, before adjustment.
         num_left_out: samples that only one side has.
         null: value of no difference: 0, or 1 of a ratio.
-        binary: whether trials are right or wrong, and p is McNemar's.
+        binary: whether every trial is right or wrong, and p is McNemar's.
     """
 
     difference: Difference
@@ -43,23 +43,24 @@ class Contrast:
         return self.p_adjusted is not None and self.p_adjusted < ALPHA and excludes
 
 
-def contrast(a: Units, b: Units, metric: Metric, *, retrieval: bool, binary: bool) -> Contrast | None:
-    """``a`` less ``b``; ``None`` where no sample pairs. ``binary``: both sides are right or wrong, not means of seeds.
+def contrast(a: Units, b: Units, metric: Metric, *, retrieval: bool) -> Contrast | None:
+    """``a`` less ``b``; ``None`` where no sample pairs.
 
-    Right or wrong: exact McNemar over trials, and a paired score interval, widened where trials of a document go
-    together. Else: mean over samples, clustered by document. p is not adjusted yet.
+    Trials right or wrong: a paired score interval, widened where trials of a document go together, and exact McNemar
+    over trials; of seeds that disagree on one, sign flips over documents. Else: mean over samples, clustered by
+    document. p is not adjusted yet.
     """
     pairs = pair(a, b, retrieval=retrieval)
     if not pairs.a:
         return None
-    binary = binary and metric.kind == "proportion"
-    if binary:
-        difference, smallest = _of_proportions(pairs)
+    binary = metric.kind == "proportion" and all(value in (0.0, 1.0) for value in (*pairs.a, *pairs.b))
+    if metric.kind == "proportion":
+        difference, smallest = _of_proportions(pairs, binary)
     else:
         weights = pairs.weights if metric.kind == "ratio" else None
         difference = stats.paired_mean(pairs.a, pairs.b, pairs.documents, weights=weights)
         smallest = _smallest_mean(difference)
-        if metric.kind in ("proportion", "share"):
+        if metric.kind == "share":
             difference = _clipped(difference)
     null = 0.0
     if metric.kind == "exponential":
@@ -76,14 +77,13 @@ def contrast(a: Units, b: Units, metric: Metric, *, retrieval: bool, binary: boo
     )
 
 
-def _of_proportions(pairs: Pairs) -> tuple[Difference, float | None]:
-    a, b = ([value > 0.5 for value in side] for side in (pairs.a, pairs.b))
-    only_a, only_b = (sum(x and not y for x, y in zip(*sides, strict=True)) for sides in ((a, b), (b, a)))
+def _of_proportions(pairs: Pairs, binary: bool) -> tuple[Difference, float | None]:
+    a, b = pairs.a, pairs.b
+    only_a, only_b = (sum(x * (1 - y) for x, y in zip(*sides, strict=True)) for sides in ((a, b), (b, a)))
     difference = stats.paired_proportion(a, b, pairs.documents)
-    signed = [x - y for x, y in zip(pairs.a, pairs.b, strict=True)]
-    independent = round(len(a) / stats.design_effect(signed, pairs.documents))
+    independent = round(stats.independent_pairs(a, b, pairs.documents))
     smallest = stats.smallest_difference(independent, (only_a + only_b) / len(a))
-    return difference._replace(p=stats.mcnemar(only_a, only_b)), smallest
+    return difference._replace(p=stats.mcnemar(round(only_a), round(only_b))) if binary else difference, smallest
 
 
 def _smallest_mean(of: Difference) -> float | None:

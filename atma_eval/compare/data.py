@@ -59,7 +59,7 @@ def _cells(table: Table) -> Iterator[dict[str, Any]]:
             "high": cell.estimate.high,
             "n": cell.estimate.n,
             "num_samples": cell.num_samples,
-            "num_documents": len({unit.document for unit in cell.units.values()}),
+            "num_documents": cell.num_documents,
             "num_failed": sum(cell.statuses.values()),
             "num_seeds": max(1, len(means)),
             "seed_min": min(means, default=None),

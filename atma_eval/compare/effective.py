@@ -26,7 +26,7 @@ def effective_sheet(table: Table) -> Sheet:
         footnotes=(
             f"The longest length that holds, as all before it, a lower bound of at least {SHARE:.0%} of the score at "
             "the shortest. ≥: the longest measured still holds. None: no length is shown to; it takes 22 trials, all "
-            "right. Interval: documents drawn anew.",
+            "right. Interval: documents drawn anew. Seeds stand alone.",
         ),
     )
 

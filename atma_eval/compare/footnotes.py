@@ -22,7 +22,7 @@ def footnotes(table: Table, comparison: Comparison) -> Iterator[str]:
     pooled = any(len(entry.seeds) > 1 for entry in table.entries)
     line = f"95 % intervals: {_INTERVALS[table.metric.kind]}"
     if pooled and table.metric.kind == "proportion":
-        line += "; of several seeds, t over documents"
+        line += ", of several seeds over those of one"
     if any(entry.imported for entry in table.entries):
         line += "; imported shares: Wilson over the trials behind them; imported losses have none"
     better = "higher" if table.metric.higher_is_better else "lower"
@@ -44,22 +44,20 @@ def _best_note(table: Table) -> Iterator[str]:
 
 def _difference_notes(table: Table, comparison: Comparison) -> Iterator[str]:
     given = "" if comparison.spec.baseline else ", the first model measured"
-    by_trial = {contrast.binary for contrast in table.contrasts.values()}
-    ways = []
-    if True in by_trial:
-        ways.append(
-            "exact McNemar over trials, Newcombe's paired interval, wider where trials of a document go together"
-        )
-    if False in by_trial:
-        of_seeds = "of several seeds, " if True in by_trial else ""
-        ways.append(f"{of_seeds}paired means, t interval and sign-flip test over documents")
-    how = "; ".join(ways)
+    how = "paired means, t interval and sign-flip test over documents"
+    if table.metric.kind == "proportion":
+        how = "exact McNemar over trials, Newcombe's paired interval, wider where trials of a document go together"
+        if any(not contrast.binary for contrast in table.contrasts.values()):
+            how += "; where seeds disagree, sign-flip test over documents"
     yield f"Baseline: {table.baseline}{given}. Pairs are the same samples; {how}."
     yield (
         f"* adjusted p < 0.05 (Benjamini-Hochberg over {plural(comparison.num_tests, 'difference')}) and no interval "
         f"that holds {1 if table.metric.kind == 'exponential' else 0}."
     )
-    yield "Detectable: a difference these samples show with 80 % power at p < 0.05, for the model hardest to tell."
+    yield (
+        "Detectable: a difference these samples show with 80 % power at p < 0.05, for the model hardest to tell, of "
+        "those without * if there are any."
+    )
     few = min(c.difference.num_clusters for c in table.contrasts.values())
     if 1 < few < FEWEST_DOCUMENTS and any(not c.binary for c in table.contrasts.values()):
         yield f"With {few} documents no sign-flip test can reach p < 0.05; {FEWEST_DOCUMENTS} could."

@@ -16,13 +16,14 @@ from rich.text import Text as RichText
 from atma_eval.compare.data import as_csv, as_json
 from atma_eval.compare.effective import effective_sheet
 from atma_eval.compare.published import published_sheet
-from atma_eval.compare.sheets import Line, Sheet, Text, main_sheet
+from atma_eval.compare.sheets import Line, Section, Sheet, Text, main_sheet
 from atma_eval.compare.tables import Comparison
 from atma_eval.console import WIDTH, plain_console, wide_console
 from atma_eval.errors import UserError
 
 SUFFIXES = {".md": "md", ".tex": "latex", ".csv": "csv", ".json": "json"}
-LATEX_COLUMNS = 6
+LATEX_COLUMNS, LATEX_LINES = 6, 54  # of a page of usual margins, in small type
+NOTE_LETTERS = 120  # in a line of notes
 LABEL_WIDTH, MOST_LABEL_WIDTH = 16, 32  # names may fold: their figures take two lines anyway
 
 
@@ -193,19 +194,18 @@ def _tex(text: str) -> str:
 def _latex(sheet: Sheet) -> str:
     """Complete ``table`` environments; intervals stand under their figures in small type.
 
-    Six columns fit a page: more come in several tables, the notes below the last.
+    What does not fit a page comes in several tables, the notes below the last.
     """
-    num_parts = max(1, -(-len(sheet.heads) // LATEX_COLUMNS))
-    size = max(1, -(-len(sheet.heads) // num_parts))
+    tables = list(_pages(sheet))
     lines = ["% needs \\usepackage{booktabs}; names with other letters than English: \\usepackage[T1]{fontenc}"]
-    for number in range(num_parts):
-        counted = f" ({number + 1} of {num_parts})" if num_parts > 1 else ""
+    for number, (part, sections) in enumerate(tables, start=1):
+        counted = f" ({number} of {len(tables)})" if len(tables) > 1 else ""
         label = re.sub("[^a-z0-9]+", "-", (sheet.title + counted).lower()).strip("-")
         lines += ["\\begin{table}[tbp]", "\\centering\\footnotesize", "\\setlength{\\tabcolsep}{3pt}"]
         lines += [f"\\caption{{{_tex(sheet.title + counted)}}}", f"\\label{{tab:{label}}}"]
-        if sheet.heads:
-            lines += [*_tabular(sheet, slice(number * size, (number + 1) * size)), r"\par\smallskip"]
-        if number + 1 == num_parts:
+        if sections:
+            lines += [*_tabular(sheet, part, sections), r"\par\smallskip"]
+        if number == len(tables):
             lines.append(
                 "\\parbox{\\linewidth}{\\raggedright\\scriptsize " + " ".join(map(_tex, sheet.footnotes)) + "}"
             )
@@ -213,14 +213,34 @@ def _latex(sheet: Sheet) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tabular(sheet: Sheet, part: slice) -> Iterator[str]:
+def _pages(sheet: Sheet) -> Iterator[tuple[slice, tuple[Section, ...]]]:
+    """Columns and sections that fit a page together; none at last where the notes need one of their own."""
+    num_parts = -(-len(sheet.heads) // LATEX_COLUMNS)
+    size = -(-len(sheet.heads) // max(1, num_parts))
+    pages: list[list[Section]] = []
+    used = LATEX_LINES
+    for section in sheet.sections:
+        height = sum(2 if any(text.under for text in line.cells) else 1 for line in section)
+        if used + height > LATEX_LINES:
+            pages, used = [*pages, []], 0
+        pages[-1].append(section)
+        used += height
+    for sections in pages:
+        for number in range(num_parts):
+            yield slice(number * size, (number + 1) * size), tuple(sections)
+    if used + sum(map(len, sheet.footnotes)) // NOTE_LETTERS > LATEX_LINES or not pages:
+        yield slice(0), ()
+
+
+def _tabular(sheet: Sheet, part: slice, sections: tuple[Section, ...]) -> Iterator[str]:
     heads = sheet.heads[part]
     longest = max(len(line.label) for section in sheet.sections for line in section if not line.heading)
-    stub = "l" if longest <= 22 else "p{3cm}"
+    free = LATEX_COLUMNS - len(heads)
+    stub = "l" if longest <= 22 + 5 * free else f"p{{{3 + free}cm}}"
     yield f"\\begin{{tabular}}{{@{{}}{stub}{'r' * len(heads)}@{{}}}}"
     yield "\\toprule"
     yield " & ".join(map(_tex, [sheet.stub, *heads])) + r" \\"
-    for section in sheet.sections:
+    for section in sections:
         yield "\\midrule"
         for line in section:
             yield from _latex_line(line, part, len(heads))

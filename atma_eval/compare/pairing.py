@@ -42,9 +42,11 @@ def entries(models: Sequence[ModelRows], *, pool: bool = True) -> tuple[list[Ent
     configurations must be equal where there are any.
     """
     recipes: dict[tuple[str, str], list[ModelRows]] = {}
-    for model in models:
-        recipe = _SEED.sub("", model.label) if pool else model.label
-        recipes.setdefault((recipe, model.name.removeprefix(model.label)), []).append(model)
+    recipe_of = {model.name: _SEED.sub("", model.label) if pool else model.label for model in models}
+    folders = {(recipe_of[m.name], m.run.path): m.name.removeprefix(m.label) for m in models if m.name != m.label}
+    for model in models:  # where a run's folder tells one seed from another run's, it is said of all seeds of that run
+        recipe = recipe_of[model.name]
+        recipes.setdefault((recipe, folders.get((recipe, model.run.path), "")), []).append(model)
     found, notes = [], []
     for (recipe, folder), seeds in recipes.items():
         why_not = _not_one_recipe(seeds)

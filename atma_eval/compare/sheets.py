@@ -37,6 +37,9 @@ class Line:
     faint: bool = False
 
 
+Section = tuple[Line, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
     """One table: sections of lines under column heads, and what must be said below."""
@@ -44,7 +47,7 @@ class Sheet:
     title: str
     stub: str
     heads: tuple[str, ...]
-    sections: tuple[tuple[Line, ...], ...]
+    sections: tuple[Section, ...]
     footnotes: tuple[str, ...] = ()
 
 
@@ -117,15 +120,14 @@ def _spread_text(cell: Cell | None) -> Text:
 
 def _count_lines(table: Table) -> tuple[Line, ...]:
     cells = [[c for (_, at), c in table.cells.items() if at == column and c.units] for column in table.columns]
-    documents = Line(
-        label="n (documents)",
-        cells=tuple(_range({len({u.document for u in cell.units.values()}) for cell in column}) for column in cells),
-        faint=True,
-    )
+    samples = tuple(_range({cell.num_samples for cell in column}) for column in cells)
     if not table.retrieval:
-        return (documents,)
-    trials = tuple(_range({cell.num_samples for cell in column}) for column in cells)
-    return (Line(label="n (trials)", cells=trials, faint=True), documents)
+        return (Line(label="n (documents)", cells=samples, faint=True),)
+    documents = tuple(_range({c.num_documents for c in column if c.num_documents is not None}) for column in cells)
+    return (
+        Line(label="n (trials)", cells=samples, faint=True),
+        Line(label="n (documents)", cells=documents, faint=True),
+    )
 
 
 def _range(counts: set[int]) -> Text:
@@ -144,7 +146,10 @@ def _difference_lines(table: Table) -> tuple[Line, ...]:
             lines.append(Line(label=entry.name, cells=tuple(_contrast_text(c, table.metric) for c in contrasts)))
     smallest = []
     for column in table.columns:
-        known = [c.smallest for (_, at), c in table.contrasts.items() if at == column and c.smallest is not None]
+        here = [c for (_, at), c in table.contrasts.items() if at == column and c.smallest is not None]
+        # of what was told apart nothing was missed, and a model that fails outright would hide the rest
+        missed = [c for c in here if not c.resolved]
+        known = [c.smallest for c in missed or here if c.smallest is not None]
         smallest.append(Text(main=("×" if ratio else "") + number(max(known)) if known else NOTHING))
     lines.append(Line(label="detectable, 80 %", cells=tuple(smallest), faint=True))
     return tuple(lines)

@@ -41,6 +41,7 @@ class Table:
         contrasts: each line less the baseline, where samples pair.
         best: the line with the best mean of a column; ``leads`` what it is ahead of the second by. Without a lead
             that is resolved nobody is best.
+        effective_lengths: by model, each seed alone: the mean of seeds is no model and sees as far as none of them.
     """
 
     task: str
@@ -236,7 +237,7 @@ def _table(
         contrasts=contrasts,
         leads=leads,
         best=best,
-        effective_lengths=_effective_lengths(found, columns, cells, metric) if by == "length" and retrieval else {},
+        effective_lengths=_effective_lengths(found, task, metric) if by == "length" and retrieval else {},
     )
 
 
@@ -250,8 +251,7 @@ def _contrast(a: Entry, b: Entry, column: Column, cells: Cells, metric: Metric, 
     one, other = cells.get((a.name, column)), cells.get((b.name, column))
     if one is None or other is None or not comparable(a, b):
         return None
-    binary = len(a.seeds) == len(b.seeds) == 1
-    return contrast(one.units, other.units, metric, retrieval=retrieval, binary=binary)
+    return contrast(one.units, other.units, metric, retrieval=retrieval)
 
 
 def _two_best(found: list[Entry], column: Column, cells: Cells, metric: Metric) -> tuple[Entry | None, Entry | None]:
@@ -261,15 +261,13 @@ def _two_best(found: list[Entry], column: Column, cells: Cells, metric: Metric) 
     return (ranked[0], ranked[1]) if len(ranked) > 1 else (None, None)
 
 
-def _effective_lengths(
-    found: list[Entry], columns: list[Column], cells: Cells, metric: Metric
-) -> dict[str, EffectiveLength]:
+def _effective_lengths(found: list[Entry], task: str, metric: Metric) -> dict[str, EffectiveLength]:
     lengths = {}
-    for entry in found:
-        mine = {c: cells[entry.name, c] for c in columns if (entry.name, c) in cells}
-        of = None if entry.imported else effective_length(mine, metric)
+    for seed in (seed for entry in found if not entry.imported for seed in entry.seeds):
+        rows = [row for row in seed.rows if row["task"] == task]
+        of = effective_length(cells_of(Entry(name=seed.name, seeds=(seed,)), [rows], metric, "length"), metric)
         if of is not None:
-            lengths[entry.name] = of
+            lengths[seed.name] = of
     return lengths
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from atma_eval import __version__
 from atma_eval.export.cells import CONFIDENCE, Cell, cells_of
 from atma_eval.export.samples import (
-    asked_of,
     last_invocation,
     run_time,
     safe_name,
@@ -66,7 +65,7 @@ def _results(
         },
         "n-samples": {
             name: {
-                "original": asked_of(model, cells[0].task).get("trials") or len(cells[0].rows) + cells[0].num_failed,
+                "original": model.asked(cells[0].task).get("trials") or len(cells[0].rows) + cells[0].num_failed,
                 "effective": _num_scored(cells),
             }
             for name, cells in scored.items()
@@ -154,7 +153,7 @@ def _intervals(cells: list[Cell]) -> dict[str, dict[str, Any]]:
 
 
 def _config(model: ModelRows, name: str, cells: list[Cell]) -> dict[str, Any]:
-    asked = asked_of(model, cells[0].task)
+    asked = model.asked(cells[0].task)
     metrics = {cell.metric.name: cell.metric for cell in cells}
     return {
         "task": name,

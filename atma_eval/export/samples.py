@@ -36,17 +36,9 @@ def tokens_text(ids: Sequence[int] | None, tokenizer: str | None) -> str:
     return " ".join(str(i) for i in ids)
 
 
-def asked_of(model: ModelRows, task: str) -> dict[str, Any]:
-    """What the manifest says was asked of a model and task; empty where it says nothing."""
-    found: Any = model.run.manifest.get("tasks")
-    for name in (model.label, task):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
 def source_of(model: ModelRows, task: str) -> str:
     """The text a task was built from: what the manifest calls it, else the documents' common name in the rows."""
-    text = asked_of(model, task).get("text")
+    text = model.asked(task).get("text")
     if isinstance(text, dict) and isinstance(text.get("source"), str):
         return text["source"]
     names = {row["text_id"] for row in model.rows if row["task"] == task}

@@ -50,10 +50,6 @@ def table(head: Sequence[Content], rows: Iterable[Sequence[Content]], below: Con
     return join(frame, el("div", below, class_="below") if below else None)
 
 
-def _is(content: Content, start: str) -> bool:
-    return isinstance(content, Html) and content.startswith(start)
-
-
 def _cell(content: Content) -> Html:
     return content if isinstance(content, Html) and content.startswith("<td") else el("td", content)
 

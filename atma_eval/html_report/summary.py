@@ -6,29 +6,28 @@ import math
 from collections.abc import Iterator, Sequence
 
 from atma_eval.compare import Comparison, Table
-from atma_eval.compare.cells import cells_of, effective_length
 from atma_eval.compare.columns import Column
 from atma_eval.compare.effective import effective_text
-from atma_eval.compare.pairing import Entry
 from atma_eval.html_report.parts import Content, Html, el, table
 from atma_eval.metrics import is_retrieval
 from atma_eval.plots.charts import Point, length_text, range_text
 from atma_eval.plots.estimates import by_length, models_with, rows_of
 from atma_eval.runs import ModelRows
+from atma_eval.stats import EffectiveLength
 from atma_eval.words import number, plural, span
 
 MOST_NAMED = 3  # models in a sentence; of more it says how many
 HEAD = (
     "model",
     el("th", "task: metric", scope="col", class_="text"),
-    "at its shortest length",
+    "at its shortest",
     "at its longest",
     "effective length",
     "rows not scored",
 )
 CAPTION = (
     "Mean with its 95 % interval. Effective length: the longest whose lower bound stays above 85 % of the score at "
-    "the shortest, as at all lengths before it; here of every seed alone."
+    "the shortest, as at all lengths before it."
 )
 
 
@@ -43,11 +42,12 @@ def summary_section(
     rows: list[list[Content]] = []
     for task in tasks:
         tables = [found for found, _ in tables_of(task, comparisons[task])]
-        rows += [_line(model, tables[0]) for model in models_with(models, task) if tables]
+        held = {name: of for found in tables for name, of in found.effective_lengths.items()}
+        rows += [_line(model, tables[0], held.get(model.name)) for model in models_with(models, task) if tables]
     return el("section", [_lead(task, models, comparisons[task]) for task in tasks], table(HEAD, rows, CAPTION))
 
 
-def _line(model: ModelRows, found: Table) -> list[Content]:
+def _line(model: ModelRows, found: Table, held: EffectiveLength | None) -> list[Content]:
     points = by_length(model, found.task, found.metric).points
     scored = [point for point in points if point.estimate.mean is not None]
     first, last = (scored[0], scored[-1]) if scored else (None, None)
@@ -57,19 +57,9 @@ def _line(model: ModelRows, found: Table) -> list[Content]:
         el("td", f"{found.task}: {found.metric.label}", class_="text"),
         _at(first),
         _at(last),
-        _held(model, found),
+        "–" if held is None else effective_text(held, length_text),
         el("td", f"{lost:,}", class_="bad" if lost else ""),
     ]
-
-
-def _held(model: ModelRows, found: Table) -> str:
-    """How far the model keeps its score, alone where the table pools it with other seeds."""
-    if not found.effective_lengths or model.run.imported:
-        return "–"
-    rows = [row for row in model.rows if row["task"] == found.task]
-    cells = cells_of(Entry(name=model.name, seeds=(model,)), [rows], found.metric, "length")
-    of = effective_length(cells, found.metric)
-    return "–" if of is None else effective_text(of, length_text)
 
 
 def _at(point: Point | None) -> Html:
@@ -77,8 +67,8 @@ def _at(point: Point | None) -> Html:
         return el("td", "nothing scored", class_="bad")
     mean, low, high, n = point.estimate
     interval = "no interval" if low is None or high is None else span(low, high)
-    under = f"{interval}, n = {n}, at {length_text(point.at)}"
-    return el("td", "–" if mean is None else number(mean), el("small", under))
+    where = f"n = {n}, at {length_text(point.at)}"
+    return el("td", "–" if mean is None else number(mean), el("small", interval), el("small", where))
 
 
 # -- sentences --------------------------------------------------------------------------------------------

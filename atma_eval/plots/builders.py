@@ -57,7 +57,8 @@ def build_charts(
                 charts += [chart for chart in paired if chart.task == name] if kind == "forest" else []
                 charts += _build(kind, having, name, metric)
     if not charts:
-        has = ", ".join(dict.fromkeys(name for m in models for row in m.rows for name in metrics_of(row)))
+        rows = [row for model in models for row in model.rows if row["task"] in tasks]
+        has = ", ".join(dict.fromkeys(name for row in rows for name in metrics_of(row)))
         raise UserError(
             f"nothing to draw: no {' or '.join(kinds) or 'picture'}{f' of {metric}' if metric else ''} can be made of "
             f"{', '.join(tasks)}",

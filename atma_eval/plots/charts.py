@@ -132,8 +132,8 @@ def range_text(counts: Iterable[int]) -> str:
 
 
 def interval_text(metric: Metric, retrieval: bool, num_documents: int) -> str:
-    """What the interval of a metric is made of, as `metrics.estimate` makes it."""
-    if metric.kind == "proportion":
+    """What the interval of a metric is made of, as `metrics.estimate` makes it; imported means have no documents."""
+    if metric.kind == "proportion" or num_documents == 0:
         return "95 % Wilson intervals over trials"
     return "95 % t intervals over " + ("documents" if num_documents != 1 or not retrieval else "trials of one document")
 

@@ -29,7 +29,7 @@ from atma_eval.runs import ModelRows
 from atma_eval.stats import Estimate
 from atma_eval.words import plural, sentence
 
-CONTROLS = ("absent", "format")
+CONTROLS = {"absent": "needle absent", "format": "another value of the same form (format)"}
 NOTHING = Estimate(None, None, None, 0)
 LEAST_OF_BUCKET = 1 / 8  # a last bucket of positions that is cut off before this share of it is left out
 
@@ -92,7 +92,9 @@ def _common(kind: str, models: list[ModelRows], task: str, metric: Metric, title
 
 
 def _documents(models: list[ModelRows], task: str) -> int:
-    return len({row["text_id"] for model in models for row in rows_of(model, task) if row["status"] == "ok"})
+    """Documents that were scored; those of imported means nobody counted."""
+    own = [model for model in models if not model.run.imported]
+    return len({row["text_id"] for model in own for row in rows_of(model, task) if row["status"] == "ok"})
 
 
 def _ending(models: list[ModelRows], points: Iterable[Point], mark: str, notes: Iterable[str]) -> str:
@@ -126,13 +128,15 @@ def length_chart(kind: str, models: list[ModelRows], task: str, metric: Metric) 
     counts = [point.estimate.n for point in points if point.estimate.n]
     of = plural(range_text(counts), unit)
     drawn = intervals_text(lines, interval_text(metric, is_retrieval(row), documents))
-    caption = f"{drawn}; n = {of} per point" + (f", {plural(documents, 'document')}." if is_retrieval(row) else ".")
+    shared = f", {plural(documents, 'document')}" if is_retrieval(row) and documents else ""
+    caption = f"{drawn}; n = {of} per point{shared}."
     caption += without_interval_text([point.estimate for point in points])
     bare = [line.model for line in lines if all(p.estimate.mean is None and not p.failed for p in line.points)]
     if bare and len(bare) < len(lines):
         caption += f" No {metric.label} is known of {', '.join(bare)}."
     if controls:
-        caption += " Thin lines are controls: needle absent, and another value of the same form (format)."
+        said = [words for control, words in CONTROLS.items() if any(line.control == control for line in controls)]
+        caption += f" Thin lines are controls: {', and '.join(said)}."
     if chance is not None:
         caption += f" Guessing digits scores {chance:.3g} (chance)."
     what = "gap" if _by_gap(models, task) else "length"

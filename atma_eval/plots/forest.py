@@ -44,7 +44,7 @@ def _forest(table: Table, num_tests: int) -> ForestChart:
         metric=metric,
         caption=caption,
         retrieval=table.retrieval,
-        x_label="gap, tokens" if table.protocol.startswith("induction") else "length, tokens",
+        x_label="gap, tokens" if table.of_gaps else "length, tokens",
         trained=tuple(sorted(length for length in trained if length)),
         notes=notes,
         baseline=table.baseline or "",
@@ -55,20 +55,15 @@ def _forest(table: Table, num_tests: int) -> ForestChart:
 
 def _caption(table: Table, num_tests: int) -> str:
     found = [contrast.difference for contrast in table.contrasts.values()]
+    score = table.metric.kind == "proportion"
+    intervals = f"95 % {'score intervals of paired shares (Newcombe)' if score else 't intervals over documents'}"
     counts, documents = range_text(of.n for of in found), range_text(of.num_clusters for of in found)
     over = "over" if table.metric.kind == "exponential" else "less"
     caption = (
         f"Each model {over} {table.baseline} on the samples both have: n = {plural(counts, 'pair')} of "
-        f"{plural(documents, 'document')}. Bars: {_intervals(table)}. Filled: different at 5 %, adjusted over "
+        f"{plural(documents, 'document')}. Bars: {intervals}. Filled: different at 5 %, adjusted over "
         f"{plural(num_tests, 'difference')} (Benjamini-Hochberg); hollow: not resolved, which is not the same as equal."
     )
     if any(of.mean is not None and of.low is None for of in found):
         caption += " A point without a bar is of one pair, or of pairs that all differ alike: no interval."
     return caption
-
-
-def _intervals(table: Table) -> str:
-    """Of single seeds on trials right or wrong one kind, of means over seeds another: both stand in one picture."""
-    kinds = {True: "95 % score intervals of paired shares (Newcombe)", False: "95 % t intervals over documents"}
-    there = {contrast.binary for contrast in table.contrasts.values()}
-    return " or, where seeds are pooled, ".join(kinds[binary] for binary in (True, False) if binary in there)

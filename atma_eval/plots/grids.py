@@ -11,7 +11,7 @@ from matplotlib.colors import Normalize
 from matplotlib.patches import Rectangle
 
 from atma_eval.plots.charts import ForestChart, Heat, HeatChart, Point, failures_text, length_text, number_text
-from atma_eval.plots.page import COLOURS, COLUMNS, WIDTH, Area, outer_ticks, short
+from atma_eval.plots.page import COLOURS, COLUMNS, WIDTH, Area, outer_ticks, short, short_names
 
 # -- heatmaps ---------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ def _panel(axis: Axes, panel: Heat, chart: HeatChart, colours: ScalarMappable, s
     axis.set_xlim(-0.5, len(chart.lengths) - 0.5)
     axis.set_ylim(len(panel.rows) - 0.5, -0.5)  # depth 0, the start of the text, on top
     axis.set_xticks(range(len(chart.lengths)), [length_text(length) for length in chart.lengths])
-    axis.set_yticks(range(len(panel.rows)), [short(name) for name in panel.rows])
+    axis.set_yticks(range(len(panel.rows)), short_names(panel.rows))
     axis.tick_params(length=0, labelsize=max(5.0, min(8.0, size + 1)))
     axis.spines[:].set_visible(False)
     axis.set_title(short(panel.title, 32), fontsize=8, pad=3)
@@ -117,7 +117,8 @@ def draw_forest(area: Area, chart: ForestChart) -> None:
         gap=(0.42, 0.3),
     )
     lengths = sorted({gap.length for gaps in chart.differences.values() for gap in gaps})
-    for axis, (name, gaps) in zip(axes.flat, chart.differences.items()):
+    titles = short_names(list(chart.differences), 28)
+    for axis, title, gaps in zip(axes.flat, titles, chart.differences.values()):
         axis.axvline(chart.null, color="0.4", linewidth=0.9, zorder=1)
         for gap in gaps:
             if gap.mean is None:
@@ -134,7 +135,7 @@ def draw_forest(area: Area, chart: ForestChart) -> None:
         axis.tick_params(labelsize=7.5)
         axis.grid(axis="x", color="0.92", linewidth=0.6)
         axis.set_axisbelow(True)
-        axis.set_title(short(name, 28), fontsize=8, pad=3)
+        axis.set_title(title, fontsize=8, pad=3)
     better = "better →" if chart.metric.higher_is_better else "← better"
     for axis in outer_ticks(axes, len(chart.differences)):
         axis.set_xlabel(f"{'difference' if chart.null == 0 else 'ratio'}, {chart.metric.label}\n{better}", fontsize=7.5)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from atma_eval.plots.charts import MOST_IN_ONE_PANEL, MOST_WITH_BANDS, Line, LineChart, length_text
-from atma_eval.plots.page import COLOURS, COLUMNS, WIDTH, Area, outer_ticks, short, style
+from atma_eval.plots.page import COLOURS, COLUMNS, WIDTH, Area, outer_ticks, short_names, style
 
 CONTROL_DASHES: dict[str, Any] = {"absent": (0, (1, 2)), "format": (0, (4, 3))}
 GREY = "0.78"
@@ -46,7 +46,7 @@ def _one_panel(area: Area, chart: LineChart) -> None:
     axis.set_xlabel(chart.x_label)
     more = _other_handles(chart)
     handles = [Line2D([], [], **style(i), markersize=4.5, linewidth=1.6) for i in range(len(chart.lines))]
-    labels = [short(line.model) for line in chart.lines]
+    labels = short_names([line.model for line in chart.lines])
     area.legend(
         [*handles, *more.values()], [*labels, *more], left=WIDTH - LEGEND, top=0.05, fontsize=8, handlelength=3.4
     )
@@ -54,6 +54,7 @@ def _one_panel(area: Area, chart: LineChart) -> None:
 
 def _panels(area: Area, chart: LineChart) -> None:
     axes = area.axes(_num_rows(chart), COLUMNS, left=0.65, right=0.15, top=0.2, bottom=0.75, gap=(0.14, 0.3))
+    titles = short_names([line.model for line in chart.lines], 28)
     for i, (axis, line) in enumerate(zip(axes.flat, chart.lines)):
         for other in chart.lines:
             x, y, _, _ = _finite(other)
@@ -63,7 +64,7 @@ def _panels(area: Area, chart: LineChart) -> None:
             if control.model == line.model:
                 _control(axis, control, COLOURS[0])
         _frame(axis, chart, room=0.36)
-        axis.set_title(short(line.model, 28), fontsize=8, pad=3)
+        axis.set_title(titles[i], fontsize=8, pad=3)
         axis.tick_params(labelsize=7.5)
         if i % COLUMNS == 0:
             axis.set_ylabel(chart.metric.label, fontsize=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,17 @@ def style(index: int) -> dict[str, Any]:
 def short(name: str, most: int = 24) -> str:
     """A name that fits: its middle left out where it is long."""
     half = (most - 1) // 2
-    name = name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
+    return _shown(name if len(name) <= most else f"{name[:half]}…{name[-half:]}")
+
+
+def short_names(names: Sequence[str], most: int = 24) -> list[str]:
+    """Names cut as by `short`; where that would make two of them one, they are folded instead."""
+    cut = [short(name, most) for name in names]
+    folded = [_shown(textwrap.fill(name, most)) for name in names]
+    return [one if cut.count(one) == 1 else whole for one, whole in zip(cut, folded, strict=True)]
+
+
+def _shown(name: str) -> str:
     return " " + name if name.startswith("_") else name  # matplotlib leaves a label out that begins so
 
 

@@ -90,9 +90,9 @@ def _caption(chart: Chart) -> str:
     if isinstance(chart, LineChart):
         marks, _, intervals = text.partition(": ")
         if marks in MARKS:
-            text = f"{intervals[0].upper()}{intervals[1:]}" if chart.kind == "position" else f"In grey: {intervals}"
+            # sparklines have no intervals
+            text = intervals.partition("; ")[2] if chart.kind == "position" else f"In grey: {intervals}"
         text = text.replace("Thin lines are controls", "Controls").replace("× marks", "named at")
-        text = text.replace(" (may leave the frame)", "")
     elif isinstance(chart, ForestChart):
         text = text.replace("Filled: different", "* different").replace("hollow:", "without *:")
     else:
@@ -102,7 +102,7 @@ def _caption(chart: Chart) -> str:
 
 def _table(first: str) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first, no_wrap=True, max_width=NAME, overflow="ellipsis")
+    table.add_column(first, max_width=NAME, overflow="fold")
     return table
 
 

@@ -20,31 +20,32 @@ from atma_eval.stats.length import EffectiveLength, effective_length
 from atma_eval.stats.paired import (
     Difference,
     benjamini_hochberg,
+    independent_pairs,
     mcnemar,
     paired_mean,
     paired_proportion,
     sign_flip,
 )
 from atma_eval.stats.power import smallest_difference, smallest_mean_difference
-from atma_eval.stats.seeds import SeedSpread, between_seeds, pooled_seeds
+from atma_eval.stats.seeds import pooled_proportion, pooled_seeds
 
 __all__ = [
     "Z_95",
     "Difference",
     "EffectiveLength",
     "Estimate",
-    "SeedSpread",
     "benjamini_hochberg",
-    "between_seeds",
     "cluster_bootstrap",
     "clustered_mean",
     "clustered_share",
     "design_effect",
     "effective_length",
+    "independent_pairs",
     "mcnemar",
     "mean_of_sums",
     "paired_mean",
     "paired_proportion",
+    "pooled_proportion",
     "pooled_seeds",
     "ratio_mean",
     "ratio_of_sums",

@@ -124,11 +124,12 @@ def clustered_share(values: Values, clusters: Sequence[Hashable]) -> Estimate:
     return Estimate(mean, max(0.0, low), min(1.0, high), n)
 
 
-def design_effect(values: Values, clusters: Sequence[Hashable]) -> float:
+def design_effect(values: Values, clusters: Sequence[Hashable], *, variance: float | None = None) -> float:
     """How many times larger clusters make the variance of the mean than independent values would; at least 1.
 
-    n values are worth ``n / design_effect`` independent ones (Kish 1965). 1 where it cannot be told: values that are
-    all equal, one cluster, or one value in each. With few clusters it is a noisy figure: pair it with t quantiles.
+    n values are worth ``n / design_effect`` independent ones (Kish 1965): of their own variance, or of the ``variance``
+    given, as that of single seeds where values are means over seeds. 1 where it cannot be told: values that are all
+    equal, one cluster, or one value in each. With few clusters it is a noisy figure: pair it with t quantiles.
     """
     x = np.asarray(values, dtype=np.float64)
     index, num_clusters = cluster_index(clusters)
@@ -136,4 +137,4 @@ def design_effect(values: Values, clusters: Sequence[Hashable]) -> float:
         return 1.0
     totals = np.bincount(index, weights=x - x.mean())
     clustered = num_clusters / (num_clusters - 1) * float(np.sum(totals**2)) / len(x) ** 2
-    return max(1.0, clustered / (float(x.var(ddof=1)) / len(x)))
+    return max(1.0, clustered / ((float(x.var(ddof=1)) if variance is None else variance) / len(x)))

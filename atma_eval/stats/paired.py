@@ -93,10 +93,11 @@ def _whole_sign_flip(x: np.ndarray, observed: int) -> float:
     return min(1.0, max(p, sys.float_info.min))
 
 
-def paired_proportion(
-    a: Sequence[bool] | np.ndarray, b: Sequence[bool] | np.ndarray, clusters: Sequence[Hashable]
-) -> Difference:
+def paired_proportion(a: Values, b: Values, clusters: Sequence[Hashable]) -> Difference:
     """Difference of two shares of right trials, ``a`` less ``b``, on the same trials; its interval has always a width.
+
+    A trial is right (1) or wrong (0), or as often right as its seeds were: then the counts are those expected of one
+    seed drawn for each trial, for more seeds do not multiply the evidence.
 
     Interval: Newcombe's hybrid score interval for paired data (1998, Statistics in Medicine 17, 2635, method 10): the
     Wilson limits of both shares, combined with their correlation phi, a positive one reduced by a continuity
@@ -111,21 +112,30 @@ def paired_proportion(
 
     It misleads where no pair differs and trials of a document are in fact copies: the design effect cannot show then.
     """
-    x, y = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
+    x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     n, num_given = len(x), len(set(clusters))
     if len(y) != n or len(clusters) != n:
         raise ValueError("values and clusters differ in length")
     if n == 0:
         return Difference(None, None, None, None, 0, 0)
     index, num_clusters = cluster_index(clusters)
-    d = x.astype(np.int64) - y
+    d = x - y
     p = sign_flip(np.bincount(index, weights=d))
-    scale = 1.0 / design_effect(d, clusters)
+    scale = independent_pairs(x, y, clusters) / n
     if 1 < num_clusters < n:
         scale *= (t_quantile(n - 1) / t_quantile(num_clusters - 1)) ** 2
-    both, only_a, only_b, neither = (scale * float(np.sum(cell)) for cell in (x & y, x & ~y, ~x & y, ~x & ~y))
+    cells = (x * y, x * (1 - y), (1 - x) * y, (1 - x) * (1 - y))
+    both, only_a, only_b, neither = (scale * float(np.sum(cell)) for cell in cells)
     low, high = _newcombe(both, only_a, only_b, neither)
     return Difference(float(d.mean()), low, high, p, n, num_given)
+
+
+def independent_pairs(a: Values, b: Values, clusters: Sequence[Hashable]) -> float:
+    """How many independent pairs of trials, right or wrong, those of `paired_proportion` are worth; at most all."""
+    x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    n, d = len(x), x - y
+    of_one = float(np.sum(x * (1 - y) + (1 - x) * y) - d.sum() ** 2 / n) / max(1, n - 1)
+    return n / design_effect(d, clusters, variance=of_one)
 
 
 def _newcombe(both: float, only_a: float, only_b: float, neither: float, z: float = Z_95) -> tuple[float, float]:
