@@ -152,6 +152,13 @@ def test_state_is_measured_and_foretold(family):
         assert state.num_bytes == 40 * 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
 
 
+def test_the_state_of_a_model_in_16_bits_is_foretold_too():
+    model = HuggingFaceModel(build(*FAMILIES["grouped heads"]).bfloat16())
+    state = model.init_state()
+    model(torch.zeros(1, 40, dtype=torch.int64), state)
+    assert state.num_bytes == model.state_bytes(40) == 40 * 2 * 2 * 2 * 8 * 2
+
+
 def test_a_fork_costs_nothing_until_one_side_advances(monkeypatch):
     copies = []
     monkeypatch.setattr(huggingface, "deepcopy", lambda cache: copies.append(1) or copy.deepcopy(cache))

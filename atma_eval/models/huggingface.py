@@ -128,7 +128,8 @@ class HuggingFaceModel:
     def state_bytes(self, num_tokens: int) -> int:
         """Bytes of one stream's state after ``num_tokens`` in one piece, found by shapes alone."""
         with torch.device("meta"):
-            outline = HuggingFaceModel(type(self._causal)(self._causal.config).eval())
+            causal = type(self._causal)(self._causal.config).to(self._causal.dtype)
+            outline = HuggingFaceModel(causal.eval())
             state = outline.init_state()
             outline(torch.zeros(1, num_tokens, dtype=torch.int64), state)
         return state.num_bytes
