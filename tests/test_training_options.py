@@ -129,6 +129,7 @@ def test_flops_utilisation():
     names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "Tesla T4": 65e12}
     names |= {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H200": 989e12, "NVIDIA A1000": None, "cpu": None}
     names |= {"NVIDIA H100 PCIe": None, "NVIDIA A100-PCIE-40GB": 312e12}
+    names |= {"NVIDIA H100 NVL": None, "NVIDIA H200 NVL": None}
     assert {name: peak_flops(name) for name in names} == names
     assert mfu(1000.0, 10**12, 1e16, 2) == 0.05
     assert mfu(1000.0, 10**12, None) is None

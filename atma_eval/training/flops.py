@@ -6,14 +6,14 @@ import re
 
 # Dense 16-bit FLOP/s from the makers' tables (protocols, section 10; the H200 computes like the H100).
 PEAK_FLOPS = {"T4": 65e12, "L4": 121e12, "A100": 312e12, "L40S": 362e12, "H100": 989e12, "H200": 989e12}
-SLOWER_H100 = "PCIe"  # in the name of a card that the table's figure does not hold for
+SLOWER = {"H100 PCIe", "H100 NVL", "H200 NVL"}  # cards that the table's figure does not hold for
 
 
 def peak_flops(device_name: str) -> float | None:
     """Of the named GPU; ``None`` for one that is not in the table, and for a CPU."""
     words = re.split(r"[^A-Za-z0-9]+", device_name)
     name = next((name for name in PEAK_FLOPS if name in words), None)
-    return None if name is None or (name == "H100" and SLOWER_H100 in words) else PEAK_FLOPS[name]
+    return None if name is None or any(f"{name} {word}" in SLOWER for word in words) else PEAK_FLOPS[name]
 
 
 def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, length: int) -> int:
