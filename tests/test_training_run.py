@@ -81,8 +81,10 @@ def test_a_recipe_becomes_a_checkpoint_folder(folder):
 
 def test_the_command_on_the_card_can_be_typed(folder):
     (folder / "of two words.yaml").write_text("base: small.yaml\n")
-    card = (quick("of two words.yaml", out=folder / "a b", dtype="fp32", threads=2) / "README.md").read_text()
-    assert f"    atma-eval train 'of two words.yaml' --out '{folder}/a b' --dtype fp32 --threads 2\n" in card
+    options = {"device": "cpu", "dtype": "fp32", "threads": 2}
+    card = (quick("of two words.yaml", out=folder / "a b", **options) / "README.md").read_text()
+    command = f"atma-eval train 'of two words.yaml' --out '{folder}/a b' --device cpu --dtype fp32 --threads 2"
+    assert f"    {command}\n" in card
 
 
 def test_recall_by_step_of_several_trainings(folder, monkeypatch, capsys):

@@ -196,6 +196,8 @@ def _command(spec: TrainSpec, out: Path, world: int) -> str:
     """What makes this folder again; of the options, those that bear on the weights."""
     start = f"torchrun --nproc-per-node {world} -m atma_eval.training" if world > 1 else "atma-eval train"
     command = f"{start} {shlex.quote(spec.recipe)} --out {shlex.quote(str(out))}"
+    if spec.device != "auto":
+        command += f" --device {spec.device}"
     if spec.dtype != "auto":
         command += f" --dtype {spec.dtype}"
     if spec.threads != 1:
