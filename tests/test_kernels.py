@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from atma_eval.kernels import delta, softmax, tiles
 from atma_eval.kernels.conv import causal_conv
 from atma_eval.kernels.delta import gated_delta, gated_delta_reference
-from atma_eval.kernels.polar import PolarOutput, PolarParameters, polar_attention, polar_reference
+from atma_eval.kernels.polar import PolarOutput, PolarParameters, polar_attention, polar_reference, polar_training
 from atma_eval.kernels.softmax import softmax_attention, softmax_reference
 from atma_eval.models.atma import Atma
 from atma_eval.models.config import AtmaConfig
@@ -191,7 +191,7 @@ def test_what_we_rely_on_of_the_private_flash_operator():
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_polar_gradients(window):
-    """The training form in row blocks against autograd through the definition."""
+    """The training form in row blocks, and the reference, against autograd through the formulas as written."""
     q, k, v, parameters = random_attention((4, 1, 16), 75, 75)
     inputs = [x.double() for x in (q, k, v, *parameters)]
 
@@ -201,11 +201,11 @@ def test_polar_gradients(window):
         (out.direction.sin().sum() + out.magnitude.square().sum()).backward()
         return [leaf.grad for leaf in leaves]
 
-    def training(q, k, v, p, window):
-        return polar_reference(q, k, v, p, window=window)
-
-    for got, want in zip(gradients(training), gradients(polar_truth), strict=True):
-        torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-8)
+    truth = gradients(polar_truth)
+    for attend in (polar_training, polar_reference):
+        mine = gradients(lambda *leaves, attend=attend: attend(*leaves[:-1], window=leaves[-1]))
+        for got, want in zip(mine, truth, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-8)
 
 
 def attend_by(core: str, q: Tensor, k: Tensor, v: Tensor, parameters: PolarParameters, window: int | None) -> Tensor:
