@@ -356,7 +356,7 @@ def a_card(recipe, **changes):
         seconds=61.0,
         machine="an abacus",
         dtype="float32",
-        commit="0123abc",
+        commits=["0123abc", "4567def"],
     )
 
 
@@ -371,7 +371,7 @@ def test_the_card_says_what_was_measured(tmp_path):
         "**1.5000 nats per byte** (2.1640 bits), below the 2.0000",
         "atma-eval train tiny.yaml --out tiny",
         "1 minutes on an abacus, in float32",
-        "commit 0123abc",
+        "commit 0123abc, then 4567def.",
         "weighted loss 1.0000, other tokens 1.2000, digits right 0.9000",
         "Records are planted",
         "a toy",

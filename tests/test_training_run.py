@@ -166,6 +166,17 @@ def test_a_run_cut_in_two_is_the_same_run(folder):
     assert all(torch.equal(w, pieces[name]) for name, w in whole.items())
 
 
+def test_the_card_names_the_code_that_took_the_steps(folder, monkeypatch):
+    """Not the one that the checkout has moved on to when the card is written, or written again."""
+    commits = iter(["aaa", "bbb-dirty", "ccc"])
+    monkeypatch.setattr("atma_eval.records.git_commit", lambda: next(commits))
+    quick(stop_after=6)
+    card = (quick() / "README.md").read_text()
+    assert "* Code: commit aaa, then bbb-dirty.\n" in card
+    assert "trials share 2 documents" in card
+    assert (quick() / "README.md").read_text() == card
+
+
 def test_control_c_keeps_the_checkpoint(folder, monkeypatch):
     step = Trainer.train_step
 

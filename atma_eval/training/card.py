@@ -147,10 +147,11 @@ def _recall(recipe: Recipe, measured: Measured) -> str:
         measures = f"{r.exact:.3f} | {interval.low:.3f} to {interval.high:.3f} | {r.digit_accuracy:.3f}"
         rows.append(f"| {r.gap:,} | {r.gap / recipe.training_length:g} | {r.num_trials} | {measures} |")
     table = "\n".join(rows)
+    num_documents = min(measured.num_documents, max(r.num_trials for r in measured.recall))
     return f"""
 Exact recall of a five-digit value behind a four-digit key (`#4821=59034.`): the record stands at the start,
 held-out text of the given length follows, then `#4821=` asks. Exact means all five digits; the chance of that is
-1 in 100,000. The interval is the 95 % Wilson interval over trials; trials share {measured.num_documents} documents.
+1 in 100,000. The interval is the 95 % Wilson interval over trials; trials share {num_documents} documents.
 
 | gap (bytes) | x training length | trials | exact | interval | digits right |
 |---:|---:|---:|---:|---|---:|
@@ -184,7 +185,7 @@ def model_card(
     seconds: float,
     machine: str,
     dtype: str,
-    commit: str | None,
+    commits: Sequence[str],
 ) -> str:
     """The ``README.md`` of a checkpoint folder; ``data`` is what the source says of itself."""
     c = recipe.model
@@ -227,7 +228,7 @@ A language model of the ATMA family, trained by `atma-eval`: {core}{window},
 * Text: {data}{planted}
 * {recipe.num_steps:,} steps, {recipe.num_tokens:,} tokens, seed {recipe.seed};
   {seconds / 60:.0f} minutes on {machine}, in {dtype}, torch {torch.__version__}.
-* Code: {f"commit {commit}" if commit else "no commit known"}.
+* Code: {f"commit {', then '.join(commits)}" if commits else "no commit known"}.
 * At the last report: {last}.
 
 ![loss by step](loss.png)

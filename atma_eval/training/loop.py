@@ -127,6 +127,7 @@ class Trainer:
         self.data = source.describe()  # once: it hashes the text
         self.step = 0
         self.seconds = 0.0
+        self.commits: list[str] = []  # of the code that took the steps
         self.saved_step: int | None = None  # of the checkpoint on disk
         self.recent: list[Step] = []  # since the last report
         self.history: list[tuple[int, Step]] = []  # step and means of each report
@@ -147,6 +148,7 @@ class Trainer:
             "dtype": self.dtype,
             "step": self.step,
             "seconds": self.seconds,
+            "commits": self.commits,
             "recent": [tuple(step) for step in self.recent],
             "history": [(step, *mean) for step, mean in self.history],
         }
@@ -194,6 +196,7 @@ class Trainer:
         for optimizer, state in zip(self.optimizers, held["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
         self.step, self.seconds = held["step"], held["seconds"]
+        self.commits = held.get("commits", [])  # checkpoints of earlier versions have none
         self.saved_step = self.step
         self.recent = [Step(*step) for step in held["recent"]]
         self.history = [(step, Step(*mean)) for step, *mean in held["history"]]

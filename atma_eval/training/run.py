@@ -129,6 +129,7 @@ def _train(
     dtype: torch.dtype,
 ) -> bool:
     """One rank's part; whether the recipe's last step is done. Nothing of the trainer outlives the call."""
+    from atma_eval.records import git_commit
     from atma_eval.training.flops import mfu_formula, peak_flops
     from atma_eval.training.loop import Trainer
     from atma_eval.training.progress import TrainingProgress
@@ -137,6 +138,9 @@ def _train(
     trainer = Trainer(recipe, source, work, device=device, dtype=dtype)
     resumed = trainer.resume()
     done = recipe.tokens_before(trainer.step)
+    commit = git_commit()  # now: the checkout may move on while this process trains
+    if trainer.step < recipe.num_steps and commit and commit not in trainer.commits:
+        trainer.commits.append(commit)
     with TrainingProgress(recipe.num_tokens, done, quiet=spec.quiet or rank > 0) as progress:
         if resumed:
             progress.message(f"resumed at step {trainer.step:,} of {recipe.num_steps:,}, from {trainer.checkpoint}")
@@ -239,7 +243,6 @@ def _write(
     import torch
     from safetensors.torch import save
 
-    from atma_eval.records import git_commit
     from atma_eval.training.card import loss_curve, loss_table, model_card
 
     device, world = ranks
@@ -264,7 +267,7 @@ def _write(
         seconds=trainer.seconds,
         machine=f"{world} x {name}" if world > 1 else name,
         dtype=trainer.dtype,
-        commit=git_commit(),
+        commits=trainer.commits,
     )
     files = {
         "README.md": card.encode(),
