@@ -19,6 +19,7 @@ from torch import Tensor
 from atma_eval.bench.parts import NAMES, Bench, in_pages, thousands
 from atma_eval.bench.report import Line
 from atma_eval.kernels import decode
+from atma_eval.kernels.choice import Impl
 from atma_eval.kernels.conv import causal_conv
 from atma_eval.kernels.delta import gated_delta, gated_delta_reference
 from atma_eval.kernels.polar import polar_attention, polar_reference
@@ -154,7 +155,7 @@ def _decode(bench: Bench, dtype: torch.dtype) -> Iterator[Line]:
         for core in ("polar", "softmax"):
             bench.check_time()
 
-            def run(impl: decode.Impl, core: str = core, q: Tensor = q) -> Outputs:
+            def run(impl: Impl, core: str = core, q: Tensor = q) -> Outputs:
                 arguments = (q, *pages, device_lengths)
                 if core == "polar":
                     return decode.polar_decode(*arguments, parameters, host_lengths=lengths, impl=impl)

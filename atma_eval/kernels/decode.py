@@ -8,17 +8,15 @@ and new tokens that share it; the PyTorch form here takes one stream after anoth
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from atma_eval.kernels.choice import MAX_STEPS
+from atma_eval.kernels.choice import MAX_STEPS, Impl
 from atma_eval.kernels.polar import NORM_FLOOR, PolarOutput, PolarParameters, polar_attention
 from atma_eval.kernels.softmax import softmax_attention
 
 MAX_QUERIES = MAX_STEPS
-Impl = Literal["torch", "triton"]
 
 
 def polar_decode(
