@@ -7,7 +7,6 @@ counts, so that a busy neighbour hits both sides alike.
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from atma_eval.bench.report import write_json
 from atma_eval.kernels.delta import gated_delta
 from atma_eval.kernels.polar import PolarParameters, polar_attention
 from atma_eval.kernels.softmax import softmax_attention
@@ -173,5 +173,5 @@ def cpu(
     Console().print(report(ratios, title))
     if json_file is not None:
         lines = [{**dataclasses.asdict(r), "ratio": r.value, "ok": r.ok} for r in ratios]
-        json_file.write_text(json.dumps({**machine, "rounds": ROUNDS, "lines": lines}, indent=2) + "\n")
+        write_json(json_file, {**machine, "rounds": ROUNDS, "lines": lines})
     raise typer.Exit(0 if all(r.ok for r in ratios) else 1)

@@ -67,8 +67,9 @@ class PartReport:
 
     @property
     def first_calls_s(self) -> float:
-        """Seconds of first calls, most of it compilation."""
-        return sum(timing.first_s for line in self.lines for timing in line.timings.values())
+        """Seconds of first calls, most of it compilation; a timing that lies behind several lines counts once."""
+        timings = {id(timing): timing for line in self.lines for timing in line.timings.values()}
+        return sum(timing.first_s for timing in timings.values())
 
     def summary(self) -> str:
         """How it ended, in a sentence."""
