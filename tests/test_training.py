@@ -333,9 +333,11 @@ def test_training_holds_no_square_of_weights(device, group):
 def test_the_trigram_is_a_distribution_and_knows_its_text():
     text = b"the cat sat on the mat; the rat sat on the cat. " * 30
     trigram = ByteTrigram([Document(str(i), text) for i in range(25)])
-    total = sum(np.exp(-trigram.nll(b"th" + bytes([c])))[0] for c in range(256))
-    assert total == pytest.approx(1.0, abs=1e-9)
     alone = ByteTrigram([Document("0", text * 25)])
+    for model in (trigram, alone):
+        for context in (b"th", b"xh", b"tx", b"xy"):  # seen; of letters that were and were not
+            total = sum(np.exp(-model.nll(context + bytes([c])))[0] for c in range(256))
+            assert total == pytest.approx(1.0, abs=1e-9)
     assert alone.nll(text).mean() == pytest.approx(trigram.nll(text).mean(), abs=0.05)
     assert trigram.nll(text).mean() < 0.5 < 4 < trigram.nll(bytes(range(128, 200))).mean()
 

@@ -23,7 +23,10 @@ def _pieces(documents: Sequence[Document]) -> list[bytes]:
 
 
 class ByteTrigram:
-    """``p(c | a b)`` as a mixture of trigram, bigram, unigram and uniform; one set of shares per context count."""
+    """``p(c | a b)`` as a mixture of trigram, bigram, unigram and uniform; one set of shares per context count.
+
+    An order that never saw the context leaves its share to the others.
+    """
 
     def __init__(self, documents: Sequence[Document]):
         pieces = _pieces(documents)
@@ -40,7 +43,7 @@ class ByteTrigram:
         self.unigrams = self.bigrams.sum(0)
         self.shares = np.full((NUM_BUCKETS, 4), 0.25)
         pairs = [self._experts(piece) for piece in tuning]
-        experts, buckets = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+        experts, _, buckets = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
         for _ in range(EM_ROUNDS):
             posterior = experts * self.shares[buckets]
             posterior /= posterior.sum(1, keepdims=True)
@@ -49,8 +52,8 @@ class ByteTrigram:
                 if len(inside):
                     self.shares[bucket] = inside.mean(0)
 
-    def _experts(self, data: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """Probability of each byte from the third on, by each order; and the bucket of its context."""
+    def _experts(self, data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Probability of each byte from the third on, by each order; which orders saw its context; and its bucket."""
         a = np.frombuffer(data, dtype=np.uint8).astype(np.int64)
         first, second, third = a[:-2], a[1:-1], a[2:]
         pairs, singles = self.contexts[first, second], self.singles[second]
@@ -61,9 +64,11 @@ class ByteTrigram:
             np.full(len(third), 1 / 256),
         ]
         bucket = np.minimum(np.log2(pairs + 1).astype(int), NUM_BUCKETS - 1)
-        return np.stack(columns, axis=1), bucket
+        always = np.ones(len(third), dtype=bool)
+        return np.stack(columns, axis=1), np.stack([pairs > 0, singles > 0, always, always], axis=1), bucket
 
     def nll(self, data: bytes) -> np.ndarray:
         """Nats of each byte from the third on."""
-        experts, buckets = self._experts(data)
-        return -np.log((experts * self.shares[buckets]).sum(1))
+        experts, known, buckets = self._experts(data)
+        shares = self.shares[buckets] * known
+        return -np.log((experts * shares).sum(1) / shares.sum(1))
