@@ -39,6 +39,14 @@ def test_what_counts_as_a_fault():
         assert aot.fault(target, loose, aot.Report(255, 8, limit)) is None
 
 
+def test_the_most_rows_of_a_decode_fit_a_consumers_card():
+    """Sixteen new tokens of eight heads that share their keys, in fp32, where shared memory is scarcest."""
+    from atma_eval.kernels import decode_triton
+
+    configuration = decode_triton._split_configuration(torch.float32, 16, 128, True, False, 89)
+    assert aot.fault(89, configuration, aot.compile_for(configuration, 89)) is None
+
+
 def test_a_list_that_misses_an_argument_is_refused():
     from atma_eval.kernels import polar_triton
 

@@ -183,7 +183,7 @@ def _split() -> tuple[str, str, str]:
 def main(
     check: Annotated[bool, typer.Option("--check", help="Compare with the table instead of rewriting it.")] = False,
 ) -> None:
-    """Compile all Triton kernels for sm_80 and sm_90 and write registers, spills and shared memory to the README."""
+    """Compile all Triton kernels for sm_80 and sm_90, some for sm_89; write registers, spills and shared memory."""
     rows, faults = [], []
     for result in compile_all():
         rows.append(row(*result))

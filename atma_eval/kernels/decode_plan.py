@@ -37,7 +37,10 @@ def split_tile(dtype: torch.dtype, width: int, num_rows: int, page: int, shared:
     """
     block_w = max(16, _power_of_two(width))
     exact = dtype.itemsize == 4
-    most = min(MAX_ROWS, (8192 if exact or shared < SMALL_SHARED else 16_384) // block_w)  # S: 64 registers a thread
+    small = shared < SMALL_SHARED
+    most = min(MAX_ROWS, (8192 if exact or small else 16_384) // block_w)  # S: 64 registers a thread
+    if exact and small:
+        most = min(most, 64)  # the scores of 128 would not fit
     rows = min(most, max(16, _power_of_two(num_rows)))
     block_n = min(128, 32_768 // (2 * block_w * dtype.itemsize) // (2 if exact and rows > 32 else 1))
     block_n = max(16, min(block_n, page & -page))
