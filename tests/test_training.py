@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,6 +193,21 @@ def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(tmp_path, corp
     rest = Trainer(tiny(), corpus, tmp_path)
     assert rest.resume()
     assert rest.step == 1
+
+
+def test_the_config_beside_the_checkpoint_is_never_cut_short(tmp_path, corpus, monkeypatch):
+    trainer = Trainer(tiny(), corpus, tmp_path)
+    trainer.run(until=1)
+    whole = (tmp_path / "config.json").read_bytes()
+
+    def cut_short(path, text):
+        path.write_bytes(text[:9].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    with pytest.raises(UserError, match="No space left"):
+        trainer.run(until=2)
+    assert (tmp_path / "config.json").read_bytes() == whole
 
 
 def test_a_file_of_somebody_elses_does_not_resume(tmp_path, corpus):

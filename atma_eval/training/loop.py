@@ -155,7 +155,8 @@ class Trainer:
         try:
             self.work.mkdir(parents=True, exist_ok=True)
             config = json.dumps(self.recipe.model.to_dict(), indent=2)
-            (self.work / "config.json").write_text(config + "\n")  # with it, the folder is one that --model takes
+            with replacing(self.work / "config.json") as partial:  # with it, the folder is one that --model takes
+                partial.write_text(config + "\n")
             with replacing(self.checkpoint) as partial:
                 torch.save(held, partial)
             self.saved_step = self.step
