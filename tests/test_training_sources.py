@@ -176,6 +176,7 @@ def test_data_that_does_not_serve(tmp_path, monkeypatch, changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"optimizer": "muon", "learning_rate": 0}, ["learning_rate is 0", "Muon"]),
         ({"optimizer": "muon2"}, ["optimizer is 'muon2'", "did you mean muon"]),
         ({"microbatch_tokens": 15}, ["microbatch_tokens is 15", "sequence of 16"]),
         ({"num_random_keys": 4}, ["num_random_keys is 4 and distractor_weight 0.0"]),

@@ -259,7 +259,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm or math.inf).item()
         if not math.isfinite(norm):
             raise self._diverged("gradient norm", norm)
-        share = recipe.learning_rate_at(self.step) / recipe.learning_rate if recipe.learning_rate else 0.0
+        share = recipe.learning_rate_at(self.step) / recipe.learning_rate
         for optimizer, heights in zip(self.optimizers, self._heights, strict=True):
             for group, height in zip(optimizer.param_groups, heights, strict=True):
                 group["lr"] = height * share

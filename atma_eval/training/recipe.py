@@ -267,6 +267,8 @@ def _check(recipe: Recipe, source: str) -> None:
             f"{source}: training_length is {model.training_length}, and the longest stage has length {longest}",
             "they must agree, since extrapolation is counted from training_length",
         )
+    if not recipe.learning_rate:
+        raise UserError(f"{source}: learning_rate is 0", "allowed: above 0; Muon follows its schedule too")
     for name in ("checkpoint_every", "log_every"):
         if getattr(recipe, name) == 0:
             raise UserError(f"{source}: {name} is 0", "allowed: a whole number of at least 1")
