@@ -438,24 +438,6 @@ def test_a_bundled_checkpoint_is_what_its_recipe_says(name):
     assert not inert
 
 
-def test_the_readme_says_what_the_cards_say():
-    """Recall at 2,048 by cell, the second seed after a comma."""
-    lines = (ROOT / "README.md").read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("| atma |"))
-    names, figures = ([cell.strip() for cell in lines[i].strip("|").split("|")] for i in (start, start + 2))
-    written = {}
-    for name, cell in zip(names, figures, strict=True):
-        for label, figure in zip((name, f"{name}-s1"), cell.split(", "), strict=False):
-            written[label] = int(figure)
-    measured = {}
-    for name, folder in bundled_models().items():
-        row = next(x for x in (folder / "README.md").read_text().splitlines() if x.startswith("| 2,048 |"))
-        trials, exact = row.split("|")[3:5]
-        assert int(trials) == 100
-        measured[name] = round(100 * float(exact))
-    assert written == measured
-
-
 @needs_demo
 def test_the_bundled_checkpoint_recalls_over_its_training_length(demo):
     (recall,) = measure_recall(demo, stdlib_held_out(), {2048: 100}, seed=1234)
