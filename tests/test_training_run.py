@@ -328,7 +328,7 @@ def test_every_bundled_recipe_of_the_study_differs_in_its_model_alone():
     """Baselines are comparable because text, order, steps and optimiser are those of atma."""
     base = read_recipe(find_recipe("atma"))
     cells = "softmax softmax-rope swa delta softmax+memory swa+memory polar atma+window atma+distractor".split()
-    cells += ["delta-long", "swa-long", "atma+window-long"]
+    cells += ["delta-long", "softmax-rope-long", "swa-long", "atma+window-long"]
     cells += ["atma-s1", "softmax+memory-s1", "polar-s1", "delta-s1"]
     for name in cells:
         recipe = read_recipe(find_recipe(name))
