@@ -172,8 +172,11 @@ class RunDirectory:
         differences = []
         known_models, known_tasks = self.manifest.get("models", {}), self.manifest.get("tasks", {})
         begun = {(row["model"], row["task"]) for row in self.rows}  # what was asked and has no row binds nobody
+        begun_models = {model for model, _ in begun}
         for label, details in models.items():
-            for name in MODEL_IDENTITY if label in {model for model, _ in begun} else ():
+            if label not in begun_models:
+                continue
+            for name in MODEL_IDENTITY:
                 before, now = known_models.get(label, details).get(name), details[name]
                 if before != now:
                     differences.append(f"{name} of model {label} (was {_short(before)}, now {_short(now)})")
